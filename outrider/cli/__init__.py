@@ -1,0 +1,54 @@
+"""The `outrider` command: results on stdout, everything else on stderr."""
+
+import logging
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from outrider.cli.arguments import BenchAb, Command, Demo, Generate, Inspect, Logits
+from outrider.cli.bench import run_bench_ab
+from outrider.cli.demo import run_demo
+from outrider.cli.generate import run_generate
+from outrider.cli.inspect import run_inspect
+from outrider.cli.logits import run_logits
+from outrider.errors import UserError
+
+__all__ = ["main"]
+
+EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit status.
+
+    A UserError becomes one line on stderr and status 2, without a traceback. Anything else is a fault of
+    ours and keeps its traceback.
+    """
+    command = tyro.cli(Command, args=arguments, prog="outrider", config=(tyro.conf.FlagCreatePairsOff,))
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="outrider: %(message)s")
+    try:
+        return _run(command)
+    except UserError as error:
+        print("outrider:", " ".join(str(error).split()), file=sys.stderr)
+        return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        print("outrider: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _run(command: object) -> int:
+    match command:
+        case Generate():
+            return run_generate(command)
+        case Demo():
+            return run_demo(command)
+        case BenchAb():
+            return run_bench_ab(command)
+        case Inspect():
+            return run_inspect(command)
+        case Logits():
+            return run_logits(command)
+        case _:
+            raise AssertionError(f"command {type(command).__name__} has no function")

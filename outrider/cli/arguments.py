@@ -1,0 +1,154 @@
+"""The commands as frozen records: tyro makes flags and help from them, so there is nothing else to parse.
+
+A new flag is a new field here and a new line in the frozen list of tests/test_architecture.py.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+from tyro.constructors import PrimitiveConstructorSpec
+
+__all__ = ["BenchAb", "Command", "Demo", "Generate", "Inspect", "Logits"]
+
+
+def _comma_separated(kind: type[int] | type[str], metavar: str) -> PrimitiveConstructorSpec[tuple[int | str, ...]]:
+    """One argument such as 1,2,3 that becomes a tuple."""
+
+    def parse(arguments: list[str]) -> tuple[int | str, ...]:
+        return tuple(kind(part.strip()) for part in arguments[0].split(",") if part.strip())
+
+    def show(value: tuple[int | str, ...]) -> list[str]:
+        return [",".join(str(part) for part in value)]
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=parse,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=show,
+    )
+
+
+Ints = Annotated[tuple[int, ...], _comma_separated(int, "1,2,3")]
+Names = Annotated[tuple[str, ...], _comma_separated(str, "a,b")]
+Dtype = Literal["auto", "float64", "float32", "bfloat16"]
+Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generate:
+    """Continue one prompt greedily and print the generated text, nothing else, on stdout."""
+
+    model: Model
+    """Checkpoint directory, or its name under models/."""
+    drafter: str = ""
+    """DSpark checkpoint directory, or its name under models/; none = plain decoding."""
+    speculation: str = "auto"
+    """auto = as many drafts as the drafter proposes, off = none, or a number of drafts."""
+    prompt: str = ""
+    """The prompt as text."""
+    prompt_ids: Ints = ()
+    """The prompt as token ids, instead of --prompt."""
+    chat: bool = False
+    """Render --prompt as a user message in the chat form of the checkpoint."""
+    max_tokens: int = 128
+    """Tokens to generate at most."""
+    json: bool = False
+    """Print one JSON object instead: text, token ids, finish reason, rounds, drafted, accepted."""
+    dtype: Dtype = "auto"
+    """Number format of the model; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    threads: int = 0
+    """CPU threads; 0 = PyTorch's default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demo:
+    """Answer shipped prompts with speculation on and off, and show the difference in speed."""
+
+    model: Model = "models/k3-small"
+    """Target checkpoint."""
+    drafter: str = "models/k3-small-dspark"
+    """Drafter checkpoint."""
+    max_tokens: int = 96
+    """Tokens per answer at most."""
+    threads: int = 1
+    """CPU threads; 0 = PyTorch's default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchAb:
+    """Run the same prompts through an engine without a drafter and one with it, paired and interleaved."""
+
+    kind: Annotated[tyro.conf.Positional[Literal["ab"]], tyro.conf.arg(metavar="ab")]
+    """Kind of benchmark; ab is the only one so far, and becomes a subcommand when there is another."""
+    model: Model
+    """Target checkpoint directory, or its name under models/."""
+    drafter: str
+    """Drafter checkpoint directory, or its name under models/."""
+    prompts: str
+    """JSONL file with question_id, category, sub_category and turns."""
+    tiers: Names = ("low_entropy", "mixed", "high_entropy")
+    """Categories to measure, each a cell of its own."""
+    concurrency: Ints = (1, 4)
+    """Requests in flight, each a cell of its own."""
+    num_prompts: int = 8
+    """Prompts per tier, taking turns over sub_category; the same for all arms and concurrencies."""
+    max_tokens: int = 128
+    """Tokens per answer at most."""
+    arms: Names = ("plain", "spec")
+    """Which arms to run; the ratio needs both."""
+    repeats: int = 1
+    """How often each cell is run, with the arms taking turns to go first."""
+    threads: int = 1
+    """CPU threads; 0 = PyTorch's default."""
+    speculation: str = "auto"
+    """Drafts per round of the spec arm: auto or a number."""
+    dtype: Dtype = "auto"
+    """Number format of the models; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    json: str = ""
+    """File for the results."""
+    record: bool = False
+    """Also append the results to benchmarks/ledger.jsonl in the working directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspect:
+    """Describe a checkpoint from its config.json: layers, parameters, bytes per token and per sequence."""
+
+    path: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="PATH")]
+    """Directory with a config.json, or a name under models/; weights are not needed."""
+    json: bool = False
+    """Print JSON instead of tables."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logits:
+    """Write the logits of the last prompt position, all of the vocabulary, as JSON."""
+
+    model: Model
+    """Checkpoint directory, or its name under models/."""
+    prompt_ids: Ints
+    """The prompt as token ids."""
+    json: str
+    """File to write."""
+    dtype: Dtype = "auto"
+    """Number format of the model; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    threads: int = 0
+    """CPU threads; 0 = PyTorch's default."""
+
+
+subcommand = tyro.conf.subcommand
+Command = (
+    Annotated[Generate, subcommand("generate")]
+    | Annotated[Demo, subcommand("demo")]
+    | Annotated[Inspect, subcommand("inspect")]
+    | Annotated[Logits, subcommand("logits")]
+    | Annotated[BenchAb, subcommand("bench")]
+)

@@ -1,0 +1,26 @@
+"""Where a checkpoint name points to."""
+
+from pathlib import Path
+
+from outrider.errors import CheckpointError
+
+__all__ = ["resolve_checkpoint"]
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+
+def resolve_checkpoint(name: str, *, checkout: Path = CHECKOUT) -> Path:
+    """The directory that `name` means.
+
+    It is a path as it stands, else a name under `models/` of the working directory, else a path or a name
+    under `models/` of the checkout that this package lies in.
+
+    Raises:
+        CheckpointError: there is no such directory.
+    """
+    candidates = (Path(name), Path("models") / name, checkout / name, checkout / "models" / name)
+    for candidate in candidates:
+        if name and candidate.is_dir():
+            return candidate
+    tried = ", ".join(str(candidate) for candidate in dict.fromkeys(candidates))
+    raise CheckpointError(f"no checkpoint {name!r} (tried {tried}); give a directory that holds a config.json")

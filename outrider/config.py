@@ -1,0 +1,110 @@
+"""The frozen config tree of an engine. Every value is final: "auto" is resolved before it gets here."""
+
+from dataclasses import dataclass
+
+from outrider.errors import ConfigError
+
+__all__ = [
+    "CacheConfig",
+    "EngineConfig",
+    "RuntimeConfig",
+    "SchedulerConfig",
+    "resolve_num_draft_tokens",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """Paged memory. Recurrent seats are ``SchedulerConfig.max_num_seqs``, a separate number."""
+
+    page_size: int  # tokens per page
+    num_pages: int
+
+    def __post_init__(self) -> None:
+        _check_positive("page_size", self.page_size)
+        _check_positive("num_pages", self.num_pages)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """Budgets of a round. Seats (sequences) and rows (tokens per target step) are separate."""
+
+    max_num_seqs: int  # recurrent seats = sequences running at once
+    max_model_len: int  # prompt and output tokens of one sequence
+    max_step_rows: int  # rows of one target step; a larger round is split
+    max_prefill_tokens: int  # prompt tokens per round, over all sequences
+    prefill_multiple: int  # the KDA chunk; prompts are cut at its absolute multiples only
+
+    def __post_init__(self) -> None:
+        _check_positive("max_num_seqs", self.max_num_seqs)
+        _check_positive("max_model_len", self.max_model_len)
+        _check_positive("max_step_rows", self.max_step_rows)
+        _check_positive("max_prefill_tokens", self.max_prefill_tokens)
+        _check_positive("prefill_multiple", self.prefill_multiple)
+        for name, value in (
+            ("max_step_rows", self.max_step_rows),
+            ("max_prefill_tokens", self.max_prefill_tokens),
+        ):
+            if value < min(self.prefill_multiple, self.max_model_len):
+                raise ConfigError(
+                    f"{name}={value} is below the prefill chunk of {self.prefill_multiple} tokens, "
+                    f"so a long prompt could never advance; raise {name}"
+                )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RuntimeConfig:
+    """Where and in which precision the engine computes."""
+
+    dtype: str  # "float64" | "float32" | "bfloat16"
+    device: str
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float64", "float32", "bfloat16"):
+            raise ConfigError(f"dtype={self.dtype!r} is unknown; use float64, float32 or bfloat16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything that an engine needs beside its models."""
+
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+    num_draft_tokens: int  # drafts per round at most; 0 = plain decoding
+
+    def __post_init__(self) -> None:
+        if self.num_draft_tokens < 0:
+            raise ConfigError(f"num_draft_tokens={self.num_draft_tokens} is negative; use 0 or more")
+        if 1 + self.num_draft_tokens > self.scheduler.max_step_rows:
+            raise ConfigError(
+                f"a verify span of {1 + self.num_draft_tokens} rows exceeds "
+                f"max_step_rows={self.scheduler.max_step_rows}; raise it or draft fewer tokens"
+            )
+
+
+def resolve_num_draft_tokens(speculation: str | int, drafter_num_draft_tokens: int) -> int:
+    """Drafts per round for ``speculation`` = ``"auto"`` | ``"off"`` | a number of drafts.
+
+    A drafter is trained for its block: asking for more rows changes what every row attends to and
+    ruins all positions, so that is refused rather than tried.
+
+    Raises:
+        ConfigError: the value is unknown, negative or beyond the drafter's block.
+    """
+    if speculation == "auto":
+        return drafter_num_draft_tokens
+    if speculation == "off":
+        return 0
+    if isinstance(speculation, str) or isinstance(speculation, bool) or speculation < 0:
+        raise ConfigError(f"speculation={speculation!r} is unknown; use 'auto', 'off' or a number >= 0")
+    if speculation > drafter_num_draft_tokens:
+        raise ConfigError(
+            f"speculation={speculation} exceeds the {drafter_num_draft_tokens} draft tokens that the "
+            "drafter proposes; lower it or use 'auto'"
+        )
+    return speculation
+
+
+def _check_positive(name: str, value: int) -> None:
+    if value < 1:
+        raise ConfigError(f"{name}={value} is not positive; use 1 or more")

@@ -1,0 +1,102 @@
+"""Counters and seconds as plain numbers; nothing here formats, exports or locks."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from outrider.plan import RoundTimings, StepPlan, StepResult
+from outrider.request import RequestUpdate
+from outrider.trace import trace_range
+
+__all__ = ["EngineMetrics", "PhaseClock"]
+
+
+class PhaseClock:
+    """Adds up the seconds of each verb of one round and names it for the profiler.
+
+    Seconds are host time. A device that runs behind the host shows its work where the host waits
+    for it: in ``accept``, which reads the outcome.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: Counter[str] = Counter()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the ``with`` body under ``name``."""
+        begin = perf_counter()
+        with trace_range(name):
+            yield
+        self._seconds[name] += perf_counter() - begin  # type: ignore[assignment]
+
+    def timings(self) -> RoundTimings:
+        """The seconds so far."""
+        return RoundTimings(
+            propose_s=self._seconds["propose"],
+            batch_s=self._seconds["batch"],
+            forward_s=self._seconds["forward"],
+            accept_s=self._seconds["accept"],
+            commit_s=self._seconds["commit"],
+            observe_s=self._seconds["observe"],
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineMetrics:
+    """Running totals since the engine started. Drafts are counted before any cut at a stop."""
+
+    num_rounds: int = 0
+    num_steps: int = 0  # target steps; more than rounds when rows exceed the budget
+    num_rows: int = 0
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0  # emitted
+    num_decode_spans: int = 0  # (sequence, round) pairs
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_at: Counter[int] = field(default_factory=Counter)  # by draft position, from 0
+    accepted_at: Counter[int] = field(default_factory=Counter)
+    finished: Counter[str] = field(default_factory=Counter)  # by finish reason
+    propose_s: float = 0.0
+    batch_s: float = 0.0
+    forward_s: float = 0.0
+    accept_s: float = 0.0
+    commit_s: float = 0.0
+    observe_s: float = 0.0
+    host_s: float = 0.0  # scheduling and bookkeeping: the rest of the round
+
+    def record_round(self, plan: StepPlan, result: StepResult, round_s: float) -> None:
+        """Count one round that took ``round_s`` seconds in all."""
+        self.num_rounds += 1
+        self.num_steps += result.num_steps
+        self.num_rows += result.num_rows
+        for item, drafted, accepted in zip(plan.scheduled, result.num_drafted, result.num_accepted, strict=True):
+            if item.is_prompt:
+                self.num_prompt_tokens += len(item.query_token_ids)
+                continue
+            self.num_decode_spans += 1
+            self.num_drafted += drafted
+            self.num_accepted += accepted
+            self.drafted_at.update(range(drafted))
+            self.accepted_at.update(range(accepted))
+        timings = result.timings
+        self.propose_s += timings.propose_s
+        self.batch_s += timings.batch_s
+        self.forward_s += timings.forward_s
+        self.accept_s += timings.accept_s
+        self.commit_s += timings.commit_s
+        self.observe_s += timings.observe_s
+        self.host_s += round_s - timings.total_s
+
+    def record_updates(self, updates: Iterable[RequestUpdate]) -> None:
+        """Count what callers were told."""
+        for update in updates:
+            self.num_output_tokens += len(update.new_token_ids)
+            if update.finish_reason is not None:
+                self.finished[update.finish_reason.value] += 1
+
+    @property
+    def accepted_length(self) -> float:
+        """Mean tokens per decode span, the final token included; 0 before the first round."""
+        return 1 + self.num_accepted / self.num_decode_spans if self.num_decode_spans else 0.0

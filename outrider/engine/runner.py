@@ -1,0 +1,91 @@
+"""Owns the device side of one engine: models, caches, page table; turns a plan into a result."""
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.cache.cache_set import CacheBudget, CacheSet
+from outrider.config import EngineConfig
+from outrider.engine.batching import PageTable
+from outrider.engine.round import RoundParts, run_round
+from outrider.errors import ConfigError
+from outrider.models.protocol import TargetModel
+from outrider.plan import StepPlan, StepResult
+from outrider.scheduling.admission import num_pages_for
+from outrider.speculative.drafter import Drafter
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """Runs rounds on one device.
+
+    Args:
+        target: the model; its tapped layers are set to what the drafter asks for.
+        drafter: proposes; NullDrafter for plain decoding.
+        config: budgets.
+        device: where the caches are allocated.
+
+    Raises:
+        ConfigError: more drafts per round are asked for than the drafter proposes.
+    """
+
+    def __init__(self, target: TargetModel, drafter: Drafter, config: EngineConfig, device: torch.device) -> None:
+        if config.num_draft_tokens > drafter.num_draft_tokens:
+            raise ConfigError(
+                f"num_draft_tokens={config.num_draft_tokens} exceeds the {drafter.num_draft_tokens} that the "
+                "drafter proposes; lower it"
+            )
+        target.set_aux_layers(drafter.aux_layer_ids, drafter.aux_hidden_stream)
+        self._caches = CacheSet.build(
+            target.cache_layouts,
+            CacheBudget(
+                num_pages=config.cache.num_pages,
+                page_size=config.cache.page_size,
+                num_slots=config.scheduler.max_num_seqs,
+                max_step_rows=config.scheduler.max_step_rows,
+            ),
+            device,
+        )
+        page_table = PageTable(
+            num_slots=config.scheduler.max_num_seqs,
+            max_pages=num_pages_for(config.scheduler.max_model_len, config.cache.page_size),
+            page_size=config.cache.page_size,
+            device=device,
+        )
+        self._parts = RoundParts(
+            target=target,
+            drafter=drafter,
+            caches=self._caches,
+            page_table=page_table,
+            max_step_rows=config.scheduler.max_step_rows,
+        )
+        # Slots the drafter knows. A slot that faulted before its first round is in the scheduler's
+        # list of released slots, but not here.
+        self._seated: set[int] = set()
+
+    @property
+    def caches(self) -> CacheSet:
+        """The device state, for inspection."""
+        return self._caches
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """Release, seat and run; an empty plan only releases."""
+        self._release(plan.released_slots)
+        self._seat(plan)
+        return run_round(self._parts, plan)
+
+    def _release(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if slot in self._seated:
+                self._seated.remove(slot)
+                self._parts.drafter.release((slot,))
+
+    def _seat(self, plan: StepPlan) -> None:
+        for item in plan.scheduled:
+            if item.is_first:
+                self._parts.page_table.assign(item.state_slot, item.page_ids)
+                self._caches.reset((item.state_slot,))
+                self._parts.drafter.reset((item.state_slot,))
+                self._seated.add(item.state_slot)

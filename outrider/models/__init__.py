@@ -1,0 +1,1 @@
+"""Model families and what they share: protocols, weights, layers, the architecture report."""

@@ -1,0 +1,1 @@
+"""The DSpark drafter family: configuration, weights and block inference."""

@@ -1,0 +1,1 @@
+"""Kimi K3 and Kimi-Linear text models."""

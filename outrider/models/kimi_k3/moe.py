@@ -1,0 +1,85 @@
+"""Feed-forward layer bodies: dense, and sparse in a latent space (k3-architecture sections 7 and 8).
+
+Dims: T rows, D model width, E experts, I expert width, L width the experts work in, J = 2 I.
+"""
+
+from typing import Literal
+
+import torch
+from torch import nn
+
+from outrider.models.kimi_k3.config import MXFP4_GROUP, MoeConfig
+from outrider.models.layers import Build
+from outrider.ops.activation import Activation, glu_fused
+from outrider.ops.moe import PackedExperts, StackedExperts, route, routed_experts
+from outrider.ops.norm import rms_norm
+
+__all__ = ["DenseFfn", "ExpertForm", "MoeFfn"]
+
+ExpertForm = Literal["unpacked", "packed"]
+
+
+class DenseFfn(nn.Module):
+    """Gated MLP of a dense layer."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: Activation, build: Build) -> None:
+        super().__init__()
+        self.activation, self.linear = activation, build.linear
+        self.gate_up = build.weight(2 * intermediate_size, hidden_size)
+        self.down = build.weight(hidden_size, intermediate_size)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """``[T, D]`` to ``[T, D]``."""
+        return self.linear(glu_fused(self.activation, self.linear(x_TD, self.gate_up)), self.down)
+
+
+class MoeFfn(nn.Module):
+    """Routed experts, combined and normed in the latent space, plus the shared expert."""
+
+    def __init__(
+        self,
+        config: MoeConfig,
+        hidden_size: int,
+        eps: float,
+        activation: Activation,
+        experts: ExpertForm,
+        build: Build,
+    ) -> None:
+        super().__init__()
+        self.config, self.eps, self.activation, self.linear = config, eps, activation, build.linear
+        latent, shared, inner = config.latent_size, config.shared_intermediate_size, config.intermediate_size
+        # Router on the full width, in fp32: rounding its logits changes the selection (14.19).
+        self.gate = build.island_weight(config.num_experts, hidden_size)
+        self.correction_bias = build.island_weight(config.num_experts)
+        # One product per layer input: latent down-projection | shared gate | shared up.
+        self.sections = (latent or 0, 2 * shared)
+        self.in_proj = build.weight(sum(self.sections), hidden_size) if latent or shared else None
+        self.shared_down = build.weight(hidden_size, shared) if shared else None
+        self.up_proj = build.weight(hidden_size, latent) if latent else None
+        self.routed_norm = build.weight(latent) if latent and config.latent_norm else None
+        width = latent or hidden_size
+        self.expert_weights = _expert_weights(config.num_experts, width, inner, experts, build)
+
+    def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """``[T, D]`` to ``[T, D]``."""
+        routing = route(
+            x_TD,
+            self.gate.weight,
+            self.correction_bias.weight,
+            top_k=self.config.experts_per_token,
+            renormalize=self.config.renormalize,
+            scaling=self.config.routed_scaling_factor,
+        )
+        latent_TL, shared_TJ = x_TD, None
+        if self.in_proj is not None:
+            joined = self.linear(x_TD, self.in_proj)
+            down_TL, shared_TJ = joined.split(self.sections, dim=-1)
+            latent_TL = down_TL if self.up_proj is not None else x_TD
+        out = routed_experts(latent_TL, routing, self.expert_weights.stacked(), self.activation)
+        if self.routed_norm is not None:
+            out = rms_norm(out, self.routed_norm, self.eps)
+        if self.up_proj is not None:
+            out = self.linear(out, self.up_proj)
+        if self.shared_down is not None and shared_TJ is not None:
+            out = out + self.linear(glu_fused(self.activation, shared_TJ), self.shared_down)
+        return out

@@ -1,0 +1,58 @@
+"""What model families share: how parameters are made and which of them keep their precision."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import nn
+
+from outrider.ops.invariant import island_dtype
+from outrider.ops.linear import LinearFunction, linear
+
+__all__ = ["Build", "IslandParameter"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Build:
+    """How to make parameters; handed down through all constructors of a model."""
+
+    dtype: torch.dtype  # compute dtype
+    device: torch.device
+    linear: LinearFunction = linear
+
+    @property
+    def island(self) -> torch.dtype:
+        """Dtype of numerically delicate parts."""
+        return island_dtype(self.dtype)
+
+    def weight(self, *shape: int) -> nn.Parameter:
+        """Uninitialised inference parameter in the compute dtype."""
+        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+
+    def packed(self, *shape: int) -> nn.Parameter:
+        """Uninitialised byte parameter (MXFP4 codes or scales)."""
+        return nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=self.device), requires_grad=False)
+
+    def island_weight(self, *shape: int) -> "IslandParameter":
+        """Uninitialised parameter in the island dtype that survives casts of the whole model."""
+        return IslandParameter(torch.empty(shape, dtype=self.island, device=self.device))
+
+
+class IslandParameter(nn.Module):
+    """One parameter that a blanket ``model.to(torch.bfloat16)`` must not round.
+
+    Device moves and casts between float32 and float64 pass through; a cast to a narrower dtype keeps
+    the values and only follows the device.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values, requires_grad=False)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        kept = self.weight.detach()
+        super()._apply(fn, recurse)
+        if self.weight.dtype.itemsize < torch.float32.itemsize:
+            self.weight = nn.Parameter(kept.to(device=self.weight.device), requires_grad=False)
+        return self

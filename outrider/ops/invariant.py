@@ -1,0 +1,114 @@
+"""Building blocks whose result for one row does not depend on the other rows of the call.
+
+Two effects of the CPU library break that, both measured on x86 with torch 2.13:
+
+* a matrix product with few rows takes another kernel (float32 below 16 rows, float64 below 4), and
+  a single large product is split over threads along its inner dimension;
+* ``sigmoid`` in float32 treats the last elements of a contiguous run with other instructions than
+  the rest, and every strided tensor too.
+
+So products run on row counts that are multiples of 16 and never as a lone large matrix, and
+non-linear functions run on contiguous runs of whole vectors, below the size at which torch splits
+work over threads.
+
+Dims: B batch of matrices, R rows, C inner, N columns.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+LANES = 64  # covers two vectors of the widest unit (2 x 16 float32)
+ROW_TILE = 16  # smallest row count from which float32 and float64 products stop depending on it
+LONE_INNER_LIMIT = 256  # a lone product with a longer inner dimension may be split over threads
+# torch runs element-wise work serially below 32768 elements; the largest multiple of LANES under it
+SERIAL_ELEMENTS = 32704
+
+
+def island_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of numerically delicate parts: float64 for float64 models, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def pad_last(x: torch.Tensor, multiple: int = LANES) -> torch.Tensor:
+    """Append zeros to the last dim up to a multiple; the same object when nothing is missing."""
+    missing = -x.shape[-1] % multiple
+    return F.pad(x, (0, missing)) if missing else x
+
+
+def pad_rows(x: torch.Tensor, multiple: int = ROW_TILE) -> torch.Tensor:
+    """Append zero rows (dim -2) up to a multiple; the same object when nothing is missing."""
+    missing = -x.shape[-2] % multiple
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def elementwise(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Apply ``function(x, out=...)`` so that an element's bits do not depend on its neighbours.
+
+    Args:
+        function: a unary torch function that accepts ``out``.
+        x: any shape, float32 or float64.
+    """
+    if x.is_cuda:  # one thread per element there
+        return function(x)
+    width = x.shape[-1] if x.dim() else 1
+    padded = pad_last(x if x.dim() else x[None]).contiguous()
+    if padded.numel() <= SERIAL_ELEMENTS:
+        result = function(padded)
+    else:
+        result = torch.empty_like(padded)
+        flat_in, flat_out = padded.view(-1), result.view(-1)
+        for first in range(0, flat_in.shape[0], SERIAL_ELEMENTS):
+            piece = slice(first, first + SERIAL_ELEMENTS)
+            function(flat_in[piece], out=flat_out[piece])
+    return result[..., :width].reshape(x.shape)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Logistic function of an island tensor."""
+    return elementwise(torch.sigmoid, x)
+
+
+def tanh(x: torch.Tensor) -> torch.Tensor:
+    """Hyperbolic tangent of an island tensor."""
+    return elementwise(torch.tanh, x)
+
+
+def exp(x: torch.Tensor) -> torch.Tensor:
+    """Exponential of an island tensor."""
+    return elementwise(torch.exp, x)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """``x * sigmoid(x)`` of an island tensor."""
+    return x * sigmoid(x)
+
+
+def softplus(x: torch.Tensor) -> torch.Tensor:
+    """``log(1 + exp(x))`` of an island tensor, without overflow."""
+    return x.clamp_min(0) + elementwise(torch.log1p, exp(-x.abs()))
+
+
+def batch_matmul(a_BRC: torch.Tensor, b_BCN: torch.Tensor) -> torch.Tensor:
+    """``torch.bmm`` whose matrices do not depend on how many there are; R, C, N must be fixed."""
+    lone = a_BRC.shape[0] == 1 and a_BRC.shape[2] > LONE_INNER_LIMIT and a_BRC.dtype != torch.bfloat16
+    if lone and not a_BRC.is_cuda:
+        return torch.bmm(a_BRC.expand(2, -1, -1), b_BCN.expand(2, -1, -1))[:1]
+    return torch.bmm(a_BRC, b_BCN)
+
+
+def tile_bmm(a_BRC: torch.Tensor, b_BCN: torch.Tensor) -> torch.Tensor:
+    """Batched product whose rows depend neither on the number of rows nor on the batch.
+
+    bfloat16 products (float32 accumulation) were found row-invariant from one row on; the others
+    get zero rows up to a multiple of 16.
+    """
+    if a_BRC.dtype == torch.bfloat16 or a_BRC.shape[1] % ROW_TILE == 0:
+        return batch_matmul(a_BRC, b_BCN)
+    return batch_matmul(pad_rows(a_BRC), b_BCN)[:, : a_BRC.shape[1]]
+
+
+def tile_bmm_reference(a_BRC: torch.Tensor, b_BCN: torch.Tensor) -> torch.Tensor:
+    """Plain batched product."""
+    return a_BRC @ b_BCN

@@ -1,0 +1,70 @@
+"""What one round will do and what it did, in host integers."""
+
+from dataclasses import dataclass, field
+
+__all__ = ["RoundTimings", "ScheduledSequence", "StepPlan", "StepResult"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduledSequence:
+    """The rows that one sequence contributes.
+
+    A prompt chunk has its prompt tokens as query tokens and takes no drafts. A decode span has the
+    anchor as its only query token and room for ``draft_budget`` draft rows behind it.
+    """
+
+    request_id: str
+    state_slot: int
+    page_ids: tuple[int, ...]  # reserved for the whole life, in order
+    start_position: int  # absolute position of the first query token = num_computed_tokens
+    query_token_ids: tuple[int, ...]
+    draft_budget: int
+    is_prompt: bool
+    wants_logits: bool  # False for every prompt chunk but the last
+    is_first: bool  # the slot is new to this sequence and must be reset
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    """Work of one round: decode spans first, then prompt chunks.
+
+    The round runs it as one target step, or as several when its rows exceed the row budget.
+    """
+
+    step_id: int
+    scheduled: tuple[ScheduledSequence, ...]
+    released_slots: tuple[int, ...]  # given back since the previous plan; release before reuse
+
+    @property
+    def num_decodes(self) -> int:
+        """Decode spans, which come before the prompt chunks."""
+        return sum(not item.is_prompt for item in self.scheduled)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundTimings:
+    """Seconds spent per verb of a round, measured on the host."""
+
+    propose_s: float = 0.0
+    batch_s: float = 0.0
+    forward_s: float = 0.0
+    accept_s: float = 0.0
+    commit_s: float = 0.0
+    observe_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of all verbs."""
+        return self.propose_s + self.batch_s + self.forward_s + self.accept_s + self.commit_s + self.observe_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Outcome per scheduled sequence, in plan order."""
+
+    output_token_ids: tuple[tuple[int, ...], ...]  # accepted drafts, then the final token; () mid-prompt
+    num_drafted: tuple[int, ...]
+    num_accepted: tuple[int, ...]  # without the final token
+    num_steps: int = 1  # target steps
+    num_rows: int = 0  # rows of all target steps
+    timings: RoundTimings = field(default_factory=RoundTimings)

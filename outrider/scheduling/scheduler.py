@@ -1,0 +1,262 @@
+"""From requests to plans, and from results to updates: the only place where a verdict is written.
+
+First come, first served: the head of the waiting queue is admitted when its whole life fits (pages
+for prompt and ``max_tokens``, one recurrent slot), and nobody overtakes it. Each round carries every
+running decode plus up to ``max_prefill_tokens`` prompt tokens, oldest prompt first, so neither kind
+of work can starve the other.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from outrider.config import CacheConfig, SchedulerConfig
+from outrider.errors import RequestError
+from outrider.plan import ScheduledSequence, StepPlan, StepResult
+from outrider.request import FinishReason, Request, RequestUpdate
+from outrider.scheduling.admission import num_pages_for, resolve_max_new_tokens
+from outrider.scheduling.cut import Cut, append_until_end
+from outrider.scheduling.page_pool import IdPool
+from outrider.scheduling.sequence import Sequence, SequenceStatus, StopText
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """Owns all sequences, page ids and slot ids.
+
+    Args:
+        config: row, token and seat budgets.
+        cache: page size and number of pages.
+        num_draft_tokens: drafts per round at most; 0 = plain decoding.
+        eos_token_ids: ids that end a request unless it sets ``ignore_eos``.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        *,
+        num_draft_tokens: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self._config = config
+        self._cache = cache
+        self._num_draft_tokens = num_draft_tokens
+        self._eos_token_ids = eos_token_ids
+        self._pages = IdPool("page", cache.num_pages)
+        self._slots = IdPool("state slot", config.max_num_seqs)
+        self._unfinished: dict[str, Sequence] = {}  # in order of arrival
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[str, Sequence] = {}  # in order of admission
+        self._released_slots: list[int] = []
+        self._num_plans = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self._unfinished)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without pages and slot."""
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with pages and slot."""
+        return len(self._running)
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages without an owner."""
+        return self._pages.num_free
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots without an owner."""
+        return self._slots.num_free
+
+    @property
+    def request_ids(self) -> tuple[str, ...]:
+        """Unfinished requests, in order of arrival."""
+        return tuple(self._unfinished)
+
+    def add(self, request: Request, text: StopText | None) -> RequestUpdate | None:
+        """Queue a request; ``max_tokens=0`` finishes at once, without a slot.
+
+        Raises:
+            RequestError: the request id is in use, or the request can never run here.
+        """
+        if request.request_id in self._unfinished:
+            raise RequestError(f"request_id={request.request_id!r} is in use; choose another")
+        eos = frozenset() if request.sampling.ignore_eos else self._eos_token_ids
+        sequence = Sequence(
+            request=request,
+            max_new_tokens=resolve_max_new_tokens(request, self._config, self._cache),
+            stop_token_ids=eos | frozenset(request.sampling.stop_token_ids),
+            text=text,
+            token_ids=list(request.prompt_token_ids),
+        )
+        if sequence.max_new_tokens == 0:
+            return self._finish(sequence, FinishReason.LENGTH, Cut())
+        self._unfinished[request.request_id] = sequence
+        self._waiting.append(sequence)
+        return None
+
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        """End a request wherever it is, between rounds; None when there is no such request."""
+        return self._end(request_id, FinishReason.ABORT, None)
+
+    def fail(self, request_ids: Iterable[str], error: str) -> list[RequestUpdate]:
+        """End those of the requests that are unfinished, because a fault touched them."""
+        updates = [self._end(request_id, FinishReason.ERROR, error) for request_id in request_ids]
+        return [update for update in updates if update is not None]
+
+    def schedule(self) -> StepPlan:
+        """Plan the next round: admit, then every decode, then prompt chunks."""
+        self._admit()
+        decodes = [self._decode_span(s) for s in self._running.values() if not s.in_prompt]
+        plan = StepPlan(
+            step_id=self._num_plans,
+            scheduled=(*decodes, *self._prompt_chunks()),
+            released_slots=tuple(self._released_slots),
+        )
+        self._released_slots.clear()
+        self._num_plans += 1
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
+        """Write the outcome of a round into the sequences; one update per sequence with tokens."""
+        outcomes = zip(plan.scheduled, result.output_token_ids, result.num_drafted, result.num_accepted, strict=True)
+        updates: list[RequestUpdate] = []
+        for item, output_token_ids, num_drafted, num_accepted in outcomes:
+            sequence = self._running[item.request_id]
+            if item.is_prompt:
+                sequence.num_computed_tokens += len(item.query_token_ids)
+            else:
+                assert len(output_token_ids) == num_accepted + 1 <= num_drafted + 1 <= item.draft_budget + 1, (
+                    f"{item.request_id}: {output_token_ids} for {num_accepted} accepted of {num_drafted} drafts"
+                )
+                sequence.num_computed_tokens += num_accepted + 1
+                sequence.num_rounds += 1
+                sequence.num_drafted += num_drafted
+            if item.wants_logits:
+                updates.append(self._emit(sequence, output_token_ids, num_drafted, num_accepted))
+        return updates
+
+    def _admit(self) -> None:
+        while self._waiting and self._slots.num_free:
+            sequence = self._waiting[0]
+            num_tokens = sequence.num_prompt_tokens + sequence.max_new_tokens
+            num_pages = num_pages_for(num_tokens, self._cache.page_size)
+            if num_pages > self._pages.num_free:
+                return
+            self._waiting.popleft()
+            sequence.page_ids = self._pages.allocate(num_pages)
+            (sequence.state_slot,) = self._slots.allocate(1)
+            sequence.status = SequenceStatus.RUNNING
+            self._running[sequence.request.request_id] = sequence
+
+    def _decode_span(self, sequence: Sequence) -> ScheduledSequence:
+        # More drafts than tokens that may still follow the final one could never be emitted; the clip
+        # also keeps every row inside the reserved pages.
+        num_left = sequence.max_new_tokens - sequence.num_output_tokens
+        num_drafts = self._num_draft_tokens if sequence.request.sampling.speculation else 0
+        return ScheduledSequence(
+            request_id=sequence.request.request_id,
+            state_slot=sequence.state_slot,
+            page_ids=sequence.page_ids,
+            start_position=sequence.num_computed_tokens,
+            query_token_ids=(sequence.token_ids[-1],),
+            draft_budget=min(num_drafts, num_left - 1),
+            is_prompt=False,
+            wants_logits=True,
+            is_first=False,
+        )
+
+    def _prompt_chunks(self) -> list[ScheduledSequence]:
+        chunks = []
+        budget = self._config.max_prefill_tokens
+        for sequence in self._running.values():
+            if not sequence.in_prompt:
+                continue
+            length = self._chunk_length(sequence, budget)
+            if length == 0:
+                break
+            budget -= length
+            start = sequence.num_computed_tokens
+            chunks.append(
+                ScheduledSequence(
+                    request_id=sequence.request.request_id,
+                    state_slot=sequence.state_slot,
+                    page_ids=sequence.page_ids,
+                    start_position=start,
+                    query_token_ids=tuple(sequence.token_ids[start : start + length]),
+                    draft_budget=0,
+                    is_prompt=True,
+                    wants_logits=start + length == sequence.num_prompt_tokens,
+                    is_first=start == 0,
+                )
+            )
+        return chunks
+
+    def _chunk_length(self, sequence: Sequence, budget: int) -> int:
+        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        limit = min(budget, self._config.max_step_rows)
+        if num_left <= limit:
+            return num_left
+        # Cutting a prompt anywhere else than at a multiple of the KDA chunk would change its bits.
+        return limit - limit % self._config.prefill_multiple
+
+    def _emit(
+        self, sequence: Sequence, output_token_ids: tuple[int, ...], num_drafted: int, num_accepted: int
+    ) -> RequestUpdate:
+        cut = append_until_end(sequence, output_token_ids)
+        num_accepted = min(num_accepted, len(cut.token_ids))
+        sequence.num_accepted += num_accepted
+        if cut.reason is not None:
+            last = self._finish(sequence, cut.reason, cut)
+            return replace(last, num_drafted=num_drafted, num_accepted=num_accepted)
+        assert len(sequence.token_ids) - sequence.num_computed_tokens == 1, (
+            f"{sequence.request.request_id}: {len(sequence.token_ids)} tokens, "
+            f"{sequence.num_computed_tokens} computed; exactly the anchor must be pending"
+        )
+        return RequestUpdate(
+            request_id=sequence.request.request_id,
+            new_token_ids=cut.token_ids,
+            new_text=cut.text,
+            num_drafted=num_drafted,
+            num_accepted=num_accepted,
+        )
+
+    def _end(self, request_id: str, reason: FinishReason, error: str | None) -> RequestUpdate | None:
+        sequence = self._unfinished.get(request_id)
+        if sequence is None:
+            return None
+        if sequence.status is SequenceStatus.WAITING:
+            self._waiting.remove(sequence)
+        return self._finish(sequence, reason, Cut(error=error))
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, cut: Cut) -> RequestUpdate:
+        """Give everything back, once, and write the last update."""
+        assert sequence.status is not SequenceStatus.FINISHED, f"{sequence.request.request_id} ended twice"
+        if sequence.status is SequenceStatus.RUNNING:
+            self._pages.free(sequence.page_ids)
+            self._slots.free((sequence.state_slot,))
+            self._released_slots.append(sequence.state_slot)
+        sequence.status = SequenceStatus.FINISHED
+        self._unfinished.pop(sequence.request.request_id, None)
+        self._running.pop(sequence.request.request_id, None)
+        held_text = ""
+        if sequence.text is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            held_text = sequence.text.flush()
+        return RequestUpdate(
+            request_id=sequence.request.request_id,
+            new_token_ids=cut.token_ids,
+            new_text=cut.text + held_text,
+            finish_reason=reason,
+            stop_reason=cut.stop_reason,
+            error=cut.error,
+            usage=sequence.usage(),
+        )

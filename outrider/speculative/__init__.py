@@ -1,0 +1,1 @@
+"""Drafting, verify length and acceptance."""

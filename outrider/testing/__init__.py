@@ -1,0 +1,1 @@
+"""Seeded toy checkpoints and the literal reference model, for tests and demos."""

@@ -1,0 +1,1 @@
+"""Training forms: differentiable batched K3 and DSpark, losses, optimiser, data."""

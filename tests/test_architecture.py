@@ -1,0 +1,54 @@
+"""Limits that no reviewer should have to check by hand."""
+
+import ast
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import arguments
+
+ROOT = Path(__file__).resolve().parents[1]
+FILES = sorted((ROOT / "outrider").rglob("*.py"))
+TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+# A new flag is a deliberate edit here, in docs/reference/cli.md and in the changelog.
+FLAGS = {
+    "Generate": "model drafter speculation prompt prompt_ids chat max_tokens json dtype device threads",
+    "Demo": "model drafter max_tokens threads",
+    "BenchAb": "kind model drafter prompts tiers concurrency num_prompts max_tokens arms repeats threads speculation "
+    "dtype device json record",
+    "Inspect": "path json",
+    "Logits": "model prompt_ids json dtype device threads",
+}
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_size_docstring_and_public_names(name: str) -> None:
+    tree = TREES[name]
+    num_lines = len((ROOT / name).read_text(encoding="utf-8").splitlines())
+    assert num_lines <= 400, f"{name} has {num_lines} lines; split it"
+    assert ast.get_docstring(tree), f"{name} has no module docstring"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert length <= 80, f"{name}: {node.name} has {length} lines; split it"
+    public = {
+        node.name
+        for node in tree.body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and not node.name.startswith("_")
+    }
+    named = [ast.unparse(target) for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
+    assert not public or "__all__" in named, f"{name} defines {sorted(public)} but no __all__"
+
+
+def test_flags_are_frozen() -> None:
+    for command, flags in FLAGS.items():
+        fields = [field.name for field in dataclasses.fields(getattr(arguments, command))]
+        assert fields == flags.split(), f"{command}: adjust the frozen list only together with the docs"
+
+
+def test_every_flag_is_documented() -> None:
+    page = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
+    flags = {flag for text in FLAGS.values() for flag in text.split()} - {"kind", "model", "path"}
+    assert not [flag for flag in sorted(flags) if f"--{flag.replace('_', '-')}" not in page]

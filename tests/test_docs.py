@@ -1,0 +1,54 @@
+"""Docs stay true: links lead somewhere, pages are short, the commands that claim to run do run."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from outrider.cli import main
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+LINK = re.compile(r"\]\(([^)#:]+)\)")
+RUN_BLOCK = re.compile(r"```console run\n(.*?)```", re.DOTALL)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name: str) -> None:
+    page = ROOT / name
+    broken = [
+        link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()
+    ]
+    assert not broken
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("docs/") and name != "docs/index.md"])
+def test_every_page_has_a_tldr_and_a_row_in_the_index(name: str) -> None:
+    assert "**TL;DR**" in (ROOT / name).read_text(encoding="utf-8")
+    assert f"]({name.removeprefix('docs/')})" in (ROOT / "docs/index.md").read_text(encoding="utf-8")
+
+
+def test_front_pages_stay_short() -> None:
+    for name, limit in (("README.md", 150), ("CONTRIBUTING.md", 120)):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= limit
+
+
+COMMANDS = [
+    line
+    for page in PAGES
+    for block in RUN_BLOCK.findall(page.read_text(encoding="utf-8"))
+    for line in block.splitlines()
+]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_tagged_commands_run(line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    program, *arguments = shlex.split(line)
+    assert Path(program).name == "outrider"
+    if not (ROOT / "models/k3-small/config.json").exists():
+        pytest.skip("the shipped pair is not in this checkout")
+    assert main(arguments) == 0
+    assert capsys.readouterr().out
