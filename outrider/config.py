@@ -33,21 +33,21 @@ class SchedulerConfig:
     max_model_len: int  # prompt and output tokens of one sequence
     max_step_rows: int  # rows of one target step; a larger round is split
     max_prefill_tokens: int  # prompt tokens per round, over all sequences
-    prefill_multiple: int  # the KDA chunk; prompts are cut at its absolute multiples only
+    chunk_multiple: int  # the KDA chunk; prompts are cut at its absolute multiples only
 
     def __post_init__(self) -> None:
         _check_positive("max_num_seqs", self.max_num_seqs)
         _check_positive("max_model_len", self.max_model_len)
         _check_positive("max_step_rows", self.max_step_rows)
         _check_positive("max_prefill_tokens", self.max_prefill_tokens)
-        _check_positive("prefill_multiple", self.prefill_multiple)
+        _check_positive("chunk_multiple", self.chunk_multiple)
         for name, value in (
             ("max_step_rows", self.max_step_rows),
             ("max_prefill_tokens", self.max_prefill_tokens),
         ):
-            if value < min(self.prefill_multiple, self.max_model_len):
+            if value < min(self.chunk_multiple, self.max_model_len):
                 raise ConfigError(
-                    f"{name}={value} is below the prefill chunk of {self.prefill_multiple} tokens, "
+                    f"{name}={value} is below the prefill chunk of {self.chunk_multiple} tokens, "
                     f"so a long prompt could never advance; raise {name}"
                 )
 
@@ -95,7 +95,7 @@ def resolve_num_draft_tokens(speculation: str | int, drafter_num_draft_tokens: i
         return drafter_num_draft_tokens
     if speculation == "off":
         return 0
-    if isinstance(speculation, str) or isinstance(speculation, bool) or speculation < 0:
+    if isinstance(speculation, str | bool) or speculation < 0:
         raise ConfigError(f"speculation={speculation!r} is unknown; use 'auto', 'off' or a number >= 0")
     if speculation > drafter_num_draft_tokens:
         raise ConfigError(

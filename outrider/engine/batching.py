@@ -92,38 +92,23 @@ def build_batch(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> 
     Raises:
         EngineFault: a row lies outside the pages reserved for its sequence (invariant I7).
     """
-    lengths = spans.lengths
-    _check_reserved(spans, lengths, page_table.page_size)
-    num_decodes = spans.num_decodes
-    num_step_rows = sum(lengths[:num_decodes])
-    starts = tuple(item.start_position for item in spans.items)
-    draft_rows, draft_cells = _draft_columns(spans, drafts)
-    (
-        token_ids_T,
-        positions_T,
-        sequence_T,
-        logits_rows_N,
-        slots_S,
-        lengths_S,
-        draft_rows_N,
-        draft_cells_N,
-    ) = upload(
-        page_table.device,
-        list(chain.from_iterable((*i.query_token_ids, *[0] * d) for i, d in zip(spans.items, spans.verify_lengths))),
-        list(chain.from_iterable(range(s, s + n) for s, n in zip(starts, lengths))),
-        list(chain.from_iterable([index] * n for index, n in enumerate(lengths))),
-        _logits_rows(spans, lengths),
-        [item.state_slot for item in spans.items],
-        lengths,
-        draft_rows,
-        draft_cells,
-    )
-    if draft_rows:
-        token_ids_T = token_ids_T.index_copy(0, draft_rows_N, drafts.token_ids_SG.flatten()[draft_cells_N])
-    max_context = max((s + n for s, n in zip(starts, lengths)), default=0)
-    page_table_SP = page_table.rows(slots_S, max_context)
     page_size = page_table.page_size
-    rows_T = torch.arange(sum(lengths), device=page_table.device)
+    host = _host_columns(spans, drafts, page_size)
+    (token_ids_T, positions_T, sequence_T, logits_rows_N, draft_rows, draft_cells, slots_S, lengths_S) = upload(
+        page_table.device,
+        host.token_ids,
+        host.positions,
+        host.sequence,
+        host.logits_rows,
+        host.draft_rows,
+        host.draft_cells,
+        [item.state_slot for item in spans.items],
+        host.lengths,
+    )
+    if host.draft_rows:
+        token_ids_T = token_ids_T.index_copy(0, draft_rows, drafts.token_ids_SG.flatten()[draft_cells])
+    max_context = max(host.positions, default=-1) + 1
+    page_table_SP = page_table.rows(slots_S, max_context)
     return ForwardBatch(
         token_ids_T=token_ids_T,
         positions_T=positions_T,
@@ -132,75 +117,67 @@ def build_batch(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> 
         slot_mapping_T=page_table_SP[sequence_T, positions_T // page_size] * page_size + positions_T % page_size,
         page_table_SP=page_table_SP,
         logits_rows_N=logits_rows_N,
-        chunk=_span_group(
-            rows_T[num_step_rows:],
-            slots_S[num_decodes:],
-            lengths_S[num_decodes:],
-            lengths[num_decodes:],
-            starts[num_decodes:],
-        ),
-        step=_span_group(
-            rows_T[:num_step_rows],
-            slots_S[:num_decodes],
-            lengths_S[:num_decodes],
-            lengths[:num_decodes],
-            starts[:num_decodes],
-        ),
+        chunk=_span_group(spans, slots_S, lengths_S, slice(spans.num_decodes, len(spans.items))),
+        step=_span_group(spans, slots_S, lengths_S, slice(0, spans.num_decodes)),
         page_size=page_size,
         max_context=max_context,
     )
 
 
-def _check_reserved(spans: StepSpans, lengths: tuple[int, ...], page_size: int) -> None:
-    for item, length in zip(spans.items, lengths, strict=True):
-        end = item.start_position + length
-        if end > len(item.page_ids) * page_size:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostColumns:
+    """The host side of a flat batch."""
+
+    token_ids: list[int]  # 0 where a draft id goes
+    positions: list[int]
+    sequence: list[int]
+    logits_rows: list[int]
+    draft_rows: list[int]  # flat row of every draft token
+    draft_cells: list[int]  # its cell in the flattened block
+    lengths: list[int]
+
+
+def _host_columns(spans: StepSpans, drafts: StepDrafts, page_size: int) -> HostColumns:
+    host = HostColumns(
+        token_ids=[], positions=[], sequence=[], logits_rows=[], draft_rows=[], draft_cells=[], lengths=[]
+    )
+    width = drafts.token_ids_SG.shape[1]
+    columns = zip(spans.items, spans.verify_lengths, drafts.block_rows, strict=True)
+    for index, (item, num_drafts, block_row) in enumerate(columns):
+        begin = len(host.token_ids)
+        length = len(item.query_token_ids) + num_drafts
+        end_position = item.start_position + length
+        if end_position > len(item.page_ids) * page_size:
             raise EngineFault(
-                f"{item.request_id}: rows up to position {end - 1} exceed its {len(item.page_ids)} pages of "
-                f"{page_size} tokens"
+                f"{item.request_id}: rows up to position {end_position - 1} exceed its {len(item.page_ids)} "
+                f"pages of {page_size} tokens"
             )
-
-
-def _draft_columns(spans: StepSpans, drafts: StepDrafts) -> tuple[list[int], list[int]]:
-    """Flat batch row of every draft token, and its cell in the flattened block."""
-    rows: list[int] = []
-    cells: list[int] = []
-    num_block_columns = drafts.token_ids_SG.shape[1]
-    begin = 0
-    for item, length, block_row in zip(spans.items, spans.verify_lengths, drafts.block_rows, strict=True):
-        begin += len(item.query_token_ids)
-        rows.extend(range(begin, begin + length))
-        cells.extend(range(block_row * num_block_columns, block_row * num_block_columns + length))
-        begin += length
-    return rows, cells
-
-
-def _logits_rows(spans: StepSpans, lengths: tuple[int, ...]) -> list[int]:
-    """Every row of a decode span, and the last row of a prompt's last chunk."""
-    rows: list[int] = []
-    begin = 0
-    for item, length in zip(spans.items, lengths, strict=True):
+        host.token_ids.extend(item.query_token_ids)
+        host.token_ids.extend([0] * num_drafts)
+        host.positions.extend(range(item.start_position, end_position))
+        host.sequence.extend([index] * length)
+        host.draft_rows.extend(range(begin + length - num_drafts, begin + length))
+        host.draft_cells.extend(range(block_row * width, block_row * width + num_drafts))
+        host.lengths.append(length)
         if item.wants_logits:
-            rows.extend(range(begin + length - 1 if item.is_prompt else begin, begin + length))
-        begin += length
-    return rows
+            # A prompt needs its last row only, to sample the first token; a decode span needs all.
+            host.logits_rows.extend(range(begin + length - 1 if item.is_prompt else begin, begin + length))
+    return host
 
 
-def _span_group(
-    rows_T: torch.Tensor,
-    slots_S: torch.Tensor,
-    lengths_S: torch.Tensor,
-    lengths: tuple[int, ...],
-    starts: tuple[int, ...],
-) -> SpanGroup:
-    offsets_M = torch.arange(max(lengths, default=0), device=rows_T.device)
-    valid_SM = offsets_M < lengths_S[:, None]
-    firsts_S = lengths_S.cumsum(0) - lengths_S
+def _span_group(spans: StepSpans, slots_S: torch.Tensor, lengths_S: torch.Tensor, part: slice) -> SpanGroup:
+    """The group of the sequences in ``part``, a contiguous range of the step."""
+    lengths = spans.lengths
+    group_lengths_S = lengths_S[part]
+    first_row, num_rows = sum(lengths[: part.start]), sum(lengths[part])
+    offsets_M = torch.arange(max(lengths[part], default=0), device=slots_S.device)
+    valid_SM = offsets_M < group_lengths_S[:, None]
+    firsts_S = group_lengths_S.cumsum(0) - group_lengths_S
     return SpanGroup(
-        rows_T=rows_T,
-        state_slots_S=slots_S,
-        lengths=lengths,
-        starts=starts,
+        rows_T=torch.arange(first_row, first_row + num_rows, device=slots_S.device),
+        state_slots_S=slots_S[part],
+        lengths=lengths[part],
+        starts=tuple(item.start_position for item in spans.items[part]),
         padded_rows_SM=torch.where(valid_SM, firsts_S[:, None] + offsets_M, 0),
         valid_SM=valid_SM,
     )

@@ -43,7 +43,11 @@ class Runner:
                 num_pages=config.cache.num_pages,
                 page_size=config.cache.page_size,
                 num_slots=config.scheduler.max_num_seqs,
-                max_step_rows=config.scheduler.max_step_rows,
+                # The log holds decode and verify rows only, not prompt rows.
+                max_step_rows=min(
+                    config.scheduler.max_step_rows,
+                    config.scheduler.max_num_seqs * (1 + config.num_draft_tokens),
+                ),
             ),
             device,
         )

@@ -34,9 +34,7 @@ def situ(gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: 
     return (bounded * wide_up).to(gate.dtype)
 
 
-def situ_reference(
-    gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: float | None
-) -> torch.Tensor:
+def situ_reference(gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:
     """SiTU by the formula, in float64, one rounding."""
     bound = 1.0 if beta is None else beta
     g, u = gate.double(), up.double()

@@ -26,9 +26,7 @@ class AbsorbedWeights:
     w_uv_HCW: torch.Tensor
 
 
-def absorb_weights(
-    kv_b_weight_OC: torch.Tensor, *, num_heads: int, nope_dim: int, value_dim: int
-) -> AbsorbedWeights:
+def absorb_weights(kv_b_weight_OC: torch.Tensor, *, num_heads: int, nope_dim: int, value_dim: int) -> AbsorbedWeights:
     """Split kv_b_proj (rows of head h: N keys, then W values). Once, at load."""
     per_head = kv_b_weight_OC.to(island_dtype(kv_b_weight_OC.dtype)).view(num_heads, nope_dim + value_dim, -1)
     return AbsorbedWeights(
@@ -108,7 +106,11 @@ def mla_expanded(
         expanded_SYNHO = expanded.view(*rows_SYNK.shape[:3], num_heads, -1)
         shared_SYNHr = rows_SYNK[..., None, latent_width:].expand(-1, -1, -1, num_heads, -1)
         keys = torch.cat([expanded_SYNHO[..., :nope_width], shared_SYNHr], dim=-1)
-        return _per_head(keys, island), _per_head(expanded_SYNHO[..., nope_width:], island), _visible(limits_BQ, first, last)
+        return (
+            _per_head(keys, island),
+            _per_head(expanded_SYNHO[..., nope_width:], island),
+            _visible(limits_BQ, first, last),
+        )
 
     panel = tiles_per_panel(q_BQK.shape[0] * max(q_BQK.shape[1], KEY_TILE) * q_BQK.shape[2])
     out_BQW = combine_partials(attend_panels(q_BQK, spans.keys.num_tiles, panel, load))

@@ -65,11 +65,10 @@ def block_attention(
         if mask.window is not None:
             distance = num_keys_B[:, None, None, None] + row_Q[:, None] - position_YN[:, None, :]
             visible_BYQN = visible_BYQN & (distance < mask.window)
-        tiles = (
-            _context_tiles(cache, keys, first, last, island).masked_fill_(~exists[..., None], 0.0)
-            for cache in (context_keys_RJK, context_values_RJK)
-        )
-        return *tiles, visible_BYQN
+        hidden = ~exists[..., None]
+        context_K = _context_tiles(context_keys_RJK, keys, first, last, island).masked_fill_(hidden, 0.0)
+        context_V = _context_tiles(context_values_RJK, keys, first, last, island).masked_fill_(hidden, 0.0)
+        return context_K, context_V, visible_BYQN
 
     panel = tiles_per_panel(q_BQK.shape[0] * max(q_BQK.shape[1], KEY_TILE) * width)
     partials = attend_panels(q_BQK, keys.num_tiles, panel, load)

@@ -32,7 +32,7 @@ def short_conv(
     # Written as separate sums: a fixed order of additions, each element on its own.
     total_SMD = history_SXD[:, :length] * taps_KD[0]
     for tap in range(1, taps_KD.shape[0]):
-        total_SMD += history_SXD[:, tap : tap + length] * taps_KD[tap]
+        total_SMD.addcmul_(history_SXD[:, tap : tap + length], taps_KD[tap])
     return silu(to_flat(total_SMD, layout)).to(inputs_TD.dtype)
 
 
@@ -51,9 +51,7 @@ def short_conv_reference(
     return torch.stack(outputs).to(inputs_TD.dtype)
 
 
-def shift_window(
-    window_SWD: torch.Tensor, inputs_SMD: torch.Tensor, num_rows_S: torch.Tensor
-) -> torch.Tensor:
+def shift_window(window_SWD: torch.Tensor, inputs_SMD: torch.Tensor, num_rows_S: torch.Tensor) -> torch.Tensor:
     """The carried inputs after the first ``num_rows`` rows of each span.
 
     Args:

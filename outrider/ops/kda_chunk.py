@@ -41,7 +41,9 @@ def kda_chunk(
     aligned = _align_to_chunks(layout, chunk_size)
     rows = kda_rows(q_THK, k_THK, v_THW, beta_TH, aligned)
     log_decay_SMHK = to_padded_with(log_decay_THK, aligned, 0.0)
-    num_chunks = [-(-(start % chunk_size + n) // chunk_size) for start, n in zip(layout.starts, layout.lengths, strict=True)]
+    num_chunks = [
+        -(-(start % chunk_size + n) // chunk_size) for start, n in zip(layout.starts, layout.lengths, strict=True)
+    ]
     state_SHWK = state_SHWK.clone()
     outputs = torch.zeros_like(rows.v_SMHW)
     for chunk in range(max(num_chunks, default=0)):
@@ -73,8 +75,7 @@ def _align_to_chunks(layout: SpanLayout, chunk_size: int) -> SpanLayout:
 def _rows_of(rows: KdaRows, select: slice | torch.Tensor, span: slice) -> KdaRows:
     """The rows of one chunk for the chosen sequences."""
     return KdaRows(
-        q_SMHK=rows.q_SMHK[select, span],
-        k_SMHK=rows.k_SMHK[select, span],
+        keys_queries_SMH2K=rows.keys_queries_SMH2K[select, span],
         v_SMHW=rows.v_SMHW[select, span],
         beta_SMH=rows.beta_SMH[select, span],
     )
@@ -86,21 +87,24 @@ def _one_chunk(
     """Outputs ``[A, C, H, W]`` and the state after one chunk."""
     num_sequences, chunk_size, num_heads, key_width = log_decay_ACHK.shape
     value_width = state_AHWK.shape[-2]
-    q, k, v = (_by_head(x) for x in (rows.q_SMHK, rows.k_SMHK, rows.v_SMHW))  # [B, C, width]
+    v_BCW = _by_head(rows.v_SMHW)
+    keys_queries_BC2K = _by_head(rows.keys_queries_SMH2K)
+    k_BCK = keys_queries_BC2K[:, :, 0]
     beta_BC1 = rows.beta_SMH.transpose(1, 2).reshape(-1, chunk_size, 1)
     cumulative_BCK = _by_head(log_decay_ACHK).cumsum(1)
     state_BWK = state_AHWK.reshape(-1, value_width, key_width)
 
-    within_BCC, read_BCC = _pair_products(q, k, cumulative_BCK)
+    within_BCC, read_BCC = _pair_products(keys_queries_BC2K, cumulative_BCK)
     decay_BCK = exp(cumulative_BCK)
-    from_state = batch_matmul(torch.cat([decay_BCK * k, decay_BCK * q], dim=1), state_BWK.transpose(1, 2))
+    decayed_BC2K = (keys_queries_BC2K * decay_BCK[:, :, None]).flatten(1, 2)
+    from_state_BC2W = batch_matmul(decayed_BC2K, state_BWK.transpose(1, 2)).view(-1, chunk_size, 2, value_width)
     # (I + beta L) U = beta (V - decayed K S): forward substitution keeps the small terms small, while
     # the powers of L that a doubling scheme forms grow binomially when keys repeat.
     u_BCW = torch.linalg.solve_triangular(
-        beta_BC1 * within_BCC, beta_BC1 * (v - from_state[:, :chunk_size]), upper=False, unitriangular=True
+        beta_BC1 * within_BCC, beta_BC1 * (v_BCW - from_state_BC2W[:, :, 0]), upper=False, unitriangular=True
     )
-    out_BCW = from_state[:, chunk_size:] + batch_matmul(read_BCC, u_BCW)
-    to_end_BCK = exp(cumulative_BCK[:, -1:] - cumulative_BCK) * k
+    out_BCW = (from_state_BC2W[:, :, 1] + batch_matmul(read_BCC, u_BCW)) * key_width**-0.5
+    to_end_BCK = exp(cumulative_BCK[:, -1:] - cumulative_BCK) * k_BCK
     new_state_BWK = state_BWK * decay_BCK[:, -1:] + batch_matmul(u_BCW.transpose(1, 2), to_end_BCK)
     out_ACHW = out_BCW.view(num_sequences, num_heads, chunk_size, value_width).transpose(1, 2)
     return out_ACHW, new_state_BWK.view(state_AHWK.shape)
@@ -111,22 +115,20 @@ def _by_head(x_ACHK: torch.Tensor) -> torch.Tensor:
     return x_ACHK.transpose(1, 2).flatten(0, 1)
 
 
-def _pair_products(
-    q_BCK: torch.Tensor, k_BCK: torch.Tensor, cumulative_BCK: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _pair_products(keys_queries_BC2K: torch.Tensor, cumulative_BCK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """``sum_d x_i[d] k_j[d] exp(G_i[d] - G_j[d])`` for x = k (j < i) and x = q (j <= i), ``[B, C, C]``.
 
     The exponential is taken of each difference, never as a product of two factors: without a bound on
     the gate ``exp(-G_j)`` alone overflows.
     """
-    num_matrices, chunk_size, key_width = k_BCK.shape
+    num_matrices, chunk_size, _, key_width = keys_queries_BC2K.shape
     difference = cumulative_BCK[:, :, None] - cumulative_BCK[:, None]  # [B, C (i), C (j), K]
-    weighted = exp(difference.flatten(2)).view(difference.shape) * k_BCK[:, None]
+    weighted = exp(difference.flatten(2)).view(difference.shape) * keys_queries_BC2K[:, None, :, 0]
     pairs = batch_matmul(
-        weighted.view(-1, chunk_size, key_width), torch.stack([k_BCK, q_BCK], dim=-1).view(-1, key_width, 2)
+        weighted.view(-1, chunk_size, key_width), keys_queries_BC2K.reshape(-1, 2, key_width).transpose(1, 2)
     ).view(num_matrices, chunk_size, chunk_size, 2)
     # Above the diagonal the exponents are positive and may overflow: selected away, not multiplied.
-    below = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=k_BCK.device).tril()
+    below = torch.ones(chunk_size, chunk_size, dtype=torch.bool, device=cumulative_BCK.device).tril()
     zero = pairs.new_zeros(())
     return (
         torch.where(below.tril(-1), pairs[..., 0], zero),

@@ -31,7 +31,7 @@ def linear(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     if x.numel() <= BF16_ROW_TILE * x.shape[-1]:
         return F.linear(x, weight_OI)
     flat_TI = x.reshape(-1, x.shape[-1])
-    tiles = [F.linear(tile, weight_OI) for tile in flat_TI.split(BF16_ROW_TILE)]
+    tiles = [F.linear(tile, weight_OI) for tile in torch.split(flat_TI, BF16_ROW_TILE)]
     return torch.cat(tiles).view(*x.shape[:-1], weight_OI.shape[0])
 
 
@@ -41,7 +41,7 @@ def linear_padded(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     num_rows = flat_TI.shape[0]
     if num_rows == 0:
         return x.new_zeros(*x.shape[:-1], weight_OI.shape[0])
-    tiles = [F.linear(tile, weight_OI) for tile in pad_rows(flat_TI).split(ROW_TILE)]
+    tiles = [F.linear(tile, weight_OI) for tile in torch.split(pad_rows(flat_TI), ROW_TILE)]
     out_TO = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
     return out_TO[:num_rows].view(*x.shape[:-1], weight_OI.shape[0])
 

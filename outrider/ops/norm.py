@@ -36,9 +36,7 @@ def l2_norm_scaled(x_THK: torch.Tensor, scale: float = 1.0, eps: float = 1e-6) -
     return normed_THK if scale == 1.0 else normed_THK * scale
 
 
-def gated_rms_norm(
-    o_THW: torch.Tensor, weight_W: torch.Tensor, gate_THW: torch.Tensor, eps: float
-) -> torch.Tensor:
+def gated_rms_norm(o_THW: torch.Tensor, weight_W: torch.Tensor, gate_THW: torch.Tensor, eps: float) -> torch.Tensor:
     """``rms_norm(o) * weight * sigmoid(gate)`` per head, in the island dtype, one rounding.
 
     Source: k3-architecture section 5.6. ``weight_W`` is an island parameter shared by the heads;

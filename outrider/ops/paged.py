@@ -38,9 +38,7 @@ class PagedSpans:
     limits_SM: torch.Tensor  # int64, keys each row may see; 1 for padding rows
 
 
-def paged_keys(
-    page_table_SP: torch.Tensor, num_keys_S: torch.Tensor, *, page_size: int, max_context: int
-) -> PagedKeys:
+def paged_keys(page_table_SP: torch.Tensor, num_keys_S: torch.Tensor, *, page_size: int, max_context: int) -> PagedKeys:
     """Expand page tables to key rows.
 
     Args:
@@ -77,7 +75,5 @@ def paged_spans(
     """
     limits_SM = to_padded_with(context_lens_T, layout, 1)
     sequences_S = to_padded(sequence_T, layout)[:, 0]
-    keys = paged_keys(
-        page_table_SP[sequences_S], limits_SM.amax(1), page_size=page_size, max_context=max_context
-    )
+    keys = paged_keys(page_table_SP[sequences_S], limits_SM.amax(1), page_size=page_size, max_context=max_context)
     return PagedSpans(layout=layout, keys=keys, limits_SM=limits_SM)

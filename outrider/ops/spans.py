@@ -52,9 +52,7 @@ def span_layout(
         # Padded cells all write the one surplus entry, which is cut off: no masks, no host sync.
         target = torch.where(valid_SM, padded_rows_SM, num_rows).flatten()
         flat_T = cells.new_zeros(num_rows + 1).scatter_(0, target, cells)[:num_rows]
-    return SpanLayout(
-        padded_rows_SM=padded_rows_SM, valid_SM=valid_SM, flat_T=flat_T, lengths=lengths, starts=starts
-    )
+    return SpanLayout(padded_rows_SM=padded_rows_SM, valid_SM=valid_SM, flat_T=flat_T, lengths=lengths, starts=starts)
 
 
 def spans_from_lengths(

@@ -15,7 +15,7 @@ import torch
 
 from outrider.ops.invariant import batch_matmul, exp
 
-PANEL_ELEMENTS = 1 << 21  # largest temporary of a panel of tiles, in elements; does not affect results
+PANEL_ELEMENTS = 1 << 19  # largest temporary of a panel of tiles, in elements; does not affect results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ def tile_partials(
     Args:
         q_BRK: queries times the softmax scale; R a multiple of 16.
         keys_BYNK: keys; N fixed.
-        values_BYNW: values; must be finite where masked, too.
+        values_BYNW: values; anything where masked, NaN included.
         visible_BYRN: bool, broadcastable.
     """
     num_matrices, num_tiles, num_keys, width = keys_BYNK.shape
@@ -50,8 +50,11 @@ def tile_partials(
     # A fully masked tile has no maximum: a finite stand-in makes its weights exp(-inf) = 0.
     maximum_BYR1 = masked_BYRN.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
     weights_BYRN = exp(masked_BYRN - maximum_BYR1)
+    # A rejected draft may be NaN all through, and 0 * NaN is NaN even where it is masked. Where it is
+    # visible its score is NaN and so is the result.
+    finite_BYNW = values_BYNW.nan_to_num(0.0, 0.0, 0.0)
     values = batch_matmul(
-        weights_BYRN.view(-1, num_rows, num_keys), values_BYNW.reshape(-1, num_keys, values_BYNW.shape[-1])
+        weights_BYRN.view(-1, num_rows, num_keys), finite_BYNW.reshape(-1, num_keys, finite_BYNW.shape[-1])
     )
     return TilePartials(
         maximum_BYR=maximum_BYR1[..., 0],

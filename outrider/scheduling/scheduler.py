@@ -131,7 +131,9 @@ class Scheduler:
         outcomes = zip(plan.scheduled, result.output_token_ids, result.num_drafted, result.num_accepted, strict=True)
         updates: list[RequestUpdate] = []
         for item, output_token_ids, num_drafted, num_accepted in outcomes:
-            sequence = self._running[item.request_id]
+            sequence = self._running.get(item.request_id)
+            if sequence is None:  # ended between the run and this call
+                continue
             if item.is_prompt:
                 sequence.num_computed_tokens += len(item.query_token_ids)
             else:
@@ -207,7 +209,7 @@ class Scheduler:
         if num_left <= limit:
             return num_left
         # Cutting a prompt anywhere else than at a multiple of the KDA chunk would change its bits.
-        return limit - limit % self._config.prefill_multiple
+        return limit - limit % self._config.chunk_multiple
 
     def _emit(
         self, sequence: Sequence, output_token_ids: tuple[int, ...], num_drafted: int, num_accepted: int

@@ -102,7 +102,6 @@ class DSparkDrafter:
     Args:
         predictor: the model prepared for inference.
         num_cache_rows: rows of the target's paged cache, num_pages * page_size.
-        num_draft_tokens: drafts per round, already checked against the block.
     """
 
     def __init__(self, predictor: BlockPredictor, *, num_cache_rows: int) -> None:

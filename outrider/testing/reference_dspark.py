@@ -214,9 +214,7 @@ class ReferenceDSpark:
         mixed = plain * (1 - ramp) + plain / shape.yarn_factor * ramp
         return mixed, 0.1 * math.log(shape.yarn_factor) + 1.0
 
-    def _markov(
-        self, hidden: torch.Tensor, previous: int, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _markov(self, hidden: torch.Tensor, previous: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         embedded = self.weights["markov_head.markov_w1.weight"][previous]
         if self.shape.markov == "vanilla":
             return embedded, state

@@ -221,7 +221,7 @@ def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> to
         if name.endswith(ending):
             return mean + deviation * noise
     gain = 2.0 if name.endswith("lm_head.weight") else 1.0
-    return noise * gain * shape[-1] ** -0.5
+    return noise * (gain / math.sqrt(shape[-1]))
 
 
 def _random_bytes(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:

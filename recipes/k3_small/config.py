@@ -1,5 +1,9 @@
-"""Sizes of k3-small: every K3 feature at 192 wide, 7 layers, block 3 (7 > 2 * 3, 7 % 3 = 1)."""
+"""Sizes of k3-small and its drafter.
 
+The target has every K3 feature at 192 wide, 7 layers, block 3 (7 > 2 * 3, 7 % 3 = 1).
+"""
+
+from outrider.training.dspark import DrafterConfig
 from outrider.training.kimi_k3 import TrainConfig
 
 K3_SMALL = TrainConfig(
@@ -25,3 +29,19 @@ K3_SMALL = TrainConfig(
 )
 MAX_POSITIONS = 4096
 MASK_TOKEN_ID = 8188
+SPECIAL_IDS = {"bos_token_id": 8176, "eos_token_id": 8178, "pad_token_id": 8191}
+
+K3_SMALL_DSPARK = DrafterConfig(
+    hidden_size=192,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    intermediate_size=512,
+    block_rows=7,
+    mask_token_id=MASK_TOKEN_ID,
+    aux_layer_ids=(1, 3, 5),
+    target_vocab_size=8192,
+    draft_vocab_size=4096,
+    markov_rank=64,
+)

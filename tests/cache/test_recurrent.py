@@ -147,7 +147,7 @@ def test_commit_equals_stepping_and_touches_its_slots_only(
     for slot, (state, window) in zip(slots, expected, strict=True):
         assert torch.equal(states[:, slot], state)
         assert torch.equal(windows[:, slot], window)
-    for slot in {1, 3, 5}:
+    for slot in (1, 3, 5):
         assert torch.equal(states[:, slot], before[0][:, slot])
         assert torch.equal(windows[:, slot], before[1][:, slot])
 

@@ -10,7 +10,7 @@ from outrider.request import Request, SamplingParams
 from outrider.scheduling.admission import check_token_ids, num_pages_for, resolve_max_new_tokens
 
 SCHEDULER = SchedulerConfig(
-    max_num_seqs=2, max_model_len=64, max_step_rows=16, max_prefill_tokens=16, prefill_multiple=8
+    max_num_seqs=2, max_model_len=64, max_step_rows=16, max_prefill_tokens=16, chunk_multiple=8
 )
 CACHE = CacheConfig(page_size=4, num_pages=16)
 
@@ -115,7 +115,7 @@ def test_speculation_resolves_to_a_number() -> None:
 
 def test_budgets_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_step_rows=4 is below the prefill chunk of 8"):
-        SchedulerConfig(max_num_seqs=1, max_model_len=64, max_step_rows=4, max_prefill_tokens=8, prefill_multiple=8)
+        SchedulerConfig(max_num_seqs=1, max_model_len=64, max_step_rows=4, max_prefill_tokens=8, chunk_multiple=8)
     with pytest.raises(ConfigError, match="verify span of 17 rows"):
         EngineConfig(cache=CACHE, scheduler=SCHEDULER, num_draft_tokens=16)
     with pytest.raises(ConfigError, match="num_pages=0"):

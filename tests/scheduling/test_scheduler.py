@@ -144,7 +144,7 @@ class SchedulerHistory(RuleBasedStateMachine):
             max_model_len=40,
             max_step_rows=rows,
             max_prefill_tokens=prefill,
-            prefill_multiple=CHUNK,
+            chunk_multiple=CHUNK,
         )
         self.cache = CacheConfig(page_size=4, num_pages=num_pages)
         self.drafts = drafts
@@ -281,7 +281,7 @@ TestSchedulerHistory = SchedulerHistory.TestCase
 
 def make(num_pages: int = 64, num_seqs: int = 4, prefill: int = 8, drafts: int = 7) -> Scheduler:
     config = SchedulerConfig(
-        max_num_seqs=num_seqs, max_model_len=64, max_step_rows=16, max_prefill_tokens=prefill, prefill_multiple=CHUNK
+        max_num_seqs=num_seqs, max_model_len=64, max_step_rows=16, max_prefill_tokens=prefill, chunk_multiple=CHUNK
     )
     cache = CacheConfig(page_size=4, num_pages=num_pages)
     return Scheduler(config, cache, num_draft_tokens=drafts, eos_token_ids=EOS)

@@ -15,21 +15,17 @@ import torch
 
 from outrider.batch import DraftBlock
 from outrider.cache.layout import PagedLayout
-from outrider.errors import EngineFault, UnsupportedError
-from outrider.models.dspark.config import (
-    DraftLayerMask,
-    DSparkConfig,
-    RopeConfig,
-    WindowOrigin,
-    resolve_num_draft_tokens,
-)
+from outrider.errors import EngineFault
+from outrider.models.dspark.config import DSparkConfig, resolve_num_draft_tokens
 from outrider.models.dspark.heads import Chain, draft_chain
-from outrider.models.dspark.model import DraftLayer, DSparkModel
+from outrider.models.dspark.joined import drafter_rotary_table, join_layer
+from outrider.models.dspark.model import DSparkModel
 from outrider.ops.activation import Activation, glu_fused
-from outrider.ops.attention import BlockMask, PagedKeys, block_attention, paged_keys
+from outrider.ops.block_attention import block_attention
 from outrider.ops.linear import LinearFunction
 from outrider.ops.norm import rms_norm
-from outrider.ops.rope import RotaryTable, YarnScaling, apply_half, rotary_table
+from outrider.ops.paged import PagedKeys, paged_keys
+from outrider.ops.rope import apply_half
 
 __all__ = ["BlockAnchors", "BlockPredictor", "ContextCache", "Prediction"]
 
@@ -68,20 +64,6 @@ class Prediction:
 
     block: DraftBlock
     logits: tuple[torch.Tensor, ...]  # per draft [S, draft vocabulary], Markov bias included
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LayerWeights:
-    """One layer, projections joined so that a block costs few calls."""
-
-    input_norm_D: torch.Tensor
-    qkv_OD: torch.Tensor  # queries, keys, values
-    head_norm_NK: torch.Tensor  # per-head gains of H query heads, then J key heads
-    output_DO: torch.Tensor
-    mlp_norm_D: torch.Tensor
-    gate_up_ID: torch.Tensor
-    down_DI: torch.Tensor
-    mask: BlockMask
 
 
 class BlockPredictor:
@@ -124,14 +106,14 @@ class BlockPredictor:
         self._dtype = model.fc.weight.dtype
         self._device = model.fc.weight.device
         self._layers = [
-            _joined(layer, config, _block_mask(mask))
+            join_layer(layer, config, mask)
             for layer, mask in zip(model.draft_layers(), config.layer_masks, strict=True)
         ]
         kv_begin = config.num_heads * config.head_dim
         self._context_kv_OD = torch.cat([layer.qkv_OD[kv_begin:] for layer in self._layers])
         self._context_norm_L1K = torch.stack([layer.self_attn.k_norm.weight for layer in model.draft_layers()])[:, None]
         self._ones_K = self._context_norm_L1K.new_ones(config.head_dim)
-        self._table = _rotary(config, max_context + config.num_block_rows, self._dtype, self._device)
+        self._table = drafter_rotary_table(config, max_context + config.num_block_rows, self._dtype, self._device)
         self._offsets_B = torch.arange(config.num_block_rows, device=self._device)
 
     @property
@@ -156,8 +138,8 @@ class BlockPredictor:
         model, eps = self._model, self.config.rms_norm_eps
         if model.fc_norm is not None:
             normed = [
-                rms_norm(aux_TD, norm.weight, eps)
-                for aux_TD, norm in zip(aux_hidden_TAD.unbind(1), model.fc_norm, strict=True)
+                rms_norm(aux_TD, weight_D, eps)
+                for aux_TD, weight_D in zip(aux_hidden_TAD.unbind(1), model.fc_norm.parameters(), strict=True)
             ]
             aux_hidden_TAD = torch.stack(normed, dim=1)
         projected_TD = self._linear(aux_hidden_TAD.flatten(1), model.fc.weight)
@@ -250,13 +232,14 @@ class BlockPredictor:
         qk_TNK = qkv_TNK[:, : num_heads + num_kv_heads].contiguous()
         qk_TNK = rms_norm(qk_TNK, self._ones_K, config.rms_norm_eps) * layer.head_norm_NK
         qk_TNK = apply_half(qk_TNK, self._table, positions_T)
-        by_sequence = (-1, config.num_block_rows)
+        qk_SBNK = qk_TNK.view(-1, config.num_block_rows, num_heads + num_kv_heads, head_dim)
+        qkv_SBNK = qkv_TNK.view(-1, config.num_block_rows, num_heads + 2 * num_kv_heads, head_dim)
         attended_SBHK = block_attention(
-            qk_TNK[:, :num_heads].unflatten(0, by_sequence),
+            qk_SBNK[:, :, :num_heads],
             cache.keys(index),
             cache.values(index),
-            qk_TNK[:, num_heads:].unflatten(0, by_sequence),
-            qkv_TNK[:, num_heads + num_kv_heads :].unflatten(0, by_sequence),
+            qk_SBNK[:, :, num_heads:],
+            qkv_SBNK[:, :, num_heads + num_kv_heads :],
             keys,
             layer.mask,
             scale=head_dim**-0.5,
@@ -275,62 +258,6 @@ class BlockPredictor:
         return head.probability(features, self._linear)
 
     def _check_position(self, position: int) -> None:
-        limit = self._table.cos_PK.shape[0] - self.config.num_block_rows
+        limit = self._table.cos_PF.shape[0] - self.config.num_block_rows
         if position >= limit:
             raise EngineFault(f"drafter position {position} is not below max_context={limit}")
-
-
-def _joined(layer: DraftLayer, config: DSparkConfig, mask: BlockMask) -> _LayerWeights:
-    """Join the layer's projections; its parameters become views of the joined storage."""
-    attention, mlp = layer.self_attn, layer.mlp
-    head_norm_NK = torch.cat(
-        (
-            attention.q_norm.weight.expand(config.num_heads, -1),
-            attention.k_norm.weight.expand(config.num_kv_heads, -1),
-        )
-    )
-    return _LayerWeights(
-        input_norm_D=layer.input_layernorm.weight,
-        qkv_OD=_join_rows(attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norm_NK=head_norm_NK,
-        output_DO=attention.o_proj.weight,
-        mlp_norm_D=layer.post_attention_layernorm.weight,
-        gate_up_ID=_join_rows(mlp.gate_proj, mlp.up_proj),
-        down_DI=mlp.down_proj.weight,
-        mask=mask,
-    )
-
-
-@torch.no_grad()
-def _join_rows(*projections: torch.nn.Linear) -> torch.Tensor:
-    joined_OI = torch.cat([projection.weight for projection in projections])
-    begin = 0
-    for projection in projections:
-        end = begin + projection.out_features
-        projection.weight.data = joined_OI[begin:end]
-        begin = end
-    return joined_OI
-
-
-def _block_mask(mask: DraftLayerMask) -> BlockMask:
-    if mask.window is not None and mask.window_origin is WindowOrigin.ANCHOR:
-        raise UnsupportedError(
-            f"drafter window of {mask.window} tokens measured from the anchor (speculators) is not offered"
-        )
-    return BlockMask(causal=mask.causal_block, window=mask.window)
-
-
-def _rotary(config: DSparkConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> RotaryTable:
-    rope: RopeConfig = config.rope
-    scaling = None
-    if rope.yarn is not None:
-        scaling = YarnScaling(
-            factor=rope.yarn.factor,
-            original_max_positions=rope.yarn.original_max_position,
-            beta_fast=rope.yarn.beta_fast,
-            beta_slow=rope.yarn.beta_slow,
-            attention_factor=rope.yarn.attention_factor,
-        )
-    table_dtype = torch.float64 if dtype is torch.float64 else torch.float32
-    table = rotary_table(num_positions, config.head_dim, rope.theta, scaling, dtype=table_dtype)
-    return RotaryTable(cos_PK=table.cos_PK.to(device), sin_PK=table.sin_PK.to(device))

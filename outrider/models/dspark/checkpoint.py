@@ -118,7 +118,8 @@ def _drop_copies(
     if "d2t" in names:
         if reader.load(names["d2t"]).count_nonzero():
             raise CheckpointError(
-                f"d2t moves ids, but draft_vocab_size equals the vocabulary of {config.vocab_size}; state the reduced size"
+                f"d2t moves ids, but draft_vocab_size equals the vocabulary of {config.vocab_size}; "
+                "state the reduced size"
             )
         dropped.add("d2t")
     return dropped
@@ -151,7 +152,7 @@ def _check_vocabulary_map(
             f"d2t maps draft ids to {int(target_ids.min())}..{int(target_ids.max())}, outside the vocabulary "
             f"of {config.vocab_size}; it must hold offsets, target id = draft id + d2t[draft id]"
         )
-    if target_ids.unique().numel() != config.draft_vocab_size:
+    if len(set(target_ids.tolist())) != config.draft_vocab_size:
         raise CheckpointError("d2t maps two draft ids to one target id; the checkpoint is damaged")
     if "t2d" in names:
         marked = reader.load(names["t2d"]).bool()

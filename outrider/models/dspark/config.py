@@ -6,8 +6,23 @@ block layout says which row predicts which position, and each layer states its o
 
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 from outrider.errors import CheckpointError, ConfigError
+
+__all__ = [
+    "AuxStream",
+    "BlockLayout",
+    "ConfidenceConfig",
+    "DSparkConfig",
+    "DraftLayerMask",
+    "MarkovKind",
+    "RopeConfig",
+    "WindowOrigin",
+    "YarnConfig",
+    "check_target",
+    "resolve_num_draft_tokens",
+]
 
 
 class BlockLayout(Enum):
@@ -221,7 +236,7 @@ def _check_aux_layers(config: DSparkConfig) -> None:
     ids = config.aux_layer_ids
     if not ids:
         raise ConfigError("the drafter taps no target layer; target_layer_ids must not be empty")
-    if any(later <= earlier for earlier, later in zip(ids, ids[1:], strict=False)):
+    if any(later <= earlier for earlier, later in pairwise(ids)):
         raise ConfigError(
             f"aux layer ids {list(ids)} must ascend without duplicates: the projection's columns follow them"
         )

@@ -24,6 +24,8 @@ from outrider.models.dspark.config import (
     YarnConfig,
 )
 
+__all__ = ["parse_config", "read_config"]
+
 _NESTED_KEYS = ("dspark_config", "dflash_config")
 _MISSING = object()
 
@@ -79,7 +81,7 @@ def parse_config(config: Mapping[str, Any]) -> DSparkConfig:
         layout=_layout(keys),
         mask_token_id=keys.integer("mask_token_id"),
         target_hidden_size=keys.integer("target_hidden_size", hidden_size),
-        num_target_layers=None if speculators else keys.integer("num_target_layers"),
+        num_target_layers=_num_target_layers(keys, speculators),
         aux_layer_ids=_aux_layer_ids(keys, speculators),
         aux_hidden_stream=_aux_stream(keys),
         aux_norm=keys.boolean("fc_norm", False),
@@ -187,6 +189,12 @@ def _layout(keys: _Keys) -> BlockLayout:
     return BlockLayout.ANCHOR_FIRST if first else BlockLayout.ANCHOR_DROP
 
 
+def _num_target_layers(keys: _Keys, speculators: bool) -> int | None:
+    if speculators and keys.find("num_target_layers") is _MISSING:
+        return None  # the family has no such key; the target itself bounds the ids
+    return keys.integer("num_target_layers")
+
+
 def _aux_layer_ids(keys: _Keys, speculators: bool) -> tuple[int, ...]:
     if speculators:  # input of layer a is the output of layer a - 1
         return tuple(a - 1 for a in keys.integers("aux_hidden_state_layer_ids"))
@@ -230,9 +238,7 @@ def _layer_masks(keys: _Keys, body: _Keys, speculators: bool) -> tuple[DraftLaye
     else:
         sliding_causal = True
         origin = WindowOrigin.QUERY
-    causal = keys.find("causal")
-    if causal is not _MISSING and not isinstance(causal, bool):
-        raise ConfigError(f"drafter config causal={causal!r} must be true or false")
+    everywhere = None if keys.find("causal") is _MISSING else keys.boolean("causal", False)
     masks = []
     for name in names:
         if name not in ("full_attention", "sliding_attention"):
@@ -240,7 +246,7 @@ def _layer_masks(keys: _Keys, body: _Keys, speculators: bool) -> tuple[DraftLaye
         sliding = name == "sliding_attention"
         masks.append(
             DraftLayerMask(
-                causal_block=(sliding and sliding_causal) if causal is _MISSING else causal,
+                causal_block=(sliding and sliding_causal) if everywhere is None else everywhere,
                 window=_window(keys, body) if sliding else None,
                 window_origin=origin,
             )

@@ -42,9 +42,7 @@ class GatedMarkovHead(MarkovHead):
     """``sigmoid(gate_proj [hidden ; W1[prev]]) * W1[prev]`` before W2."""
 
     def __init__(self, *, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int) -> None:
-        super().__init__(
-            vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, rank=rank, hidden_size=hidden_size
-        )
+        super().__init__(vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, rank=rank, hidden_size=hidden_size)
         self.gate_proj = nn.Linear(hidden_size + rank, rank)
 
     def features(
@@ -60,9 +58,7 @@ class RnnMarkovHead(MarkovHead):
     """A small gated recurrence over the drafts; the row's output reads the old state."""
 
     def __init__(self, *, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int) -> None:
-        super().__init__(
-            vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, rank=rank, hidden_size=hidden_size
-        )
+        super().__init__(vocab_size=vocab_size, draft_vocab_size=draft_vocab_size, rank=rank, hidden_size=hidden_size)
         self.joint_proj = nn.Linear(2 * rank + hidden_size, 3 * rank)
 
     def features(
@@ -71,7 +67,7 @@ class RnnMarkovHead(MarkovHead):
         """See MarkovHead."""
         joined = torch.cat((state_Sr, previous_Sr, hidden_SD), dim=-1)
         projected = linear(joined, self.joint_proj.weight) + self.joint_proj.bias
-        gate_Sr, candidate_Sr, output_Sr = projected.split(self.rank, dim=-1)
+        gate_Sr, candidate_Sr, output_Sr = projected.chunk(3, dim=-1)
         keep_Sr = _sigmoid(gate_Sr)
         return _tanh(output_Sr), keep_Sr * state_Sr + (1 - keep_Sr) * _tanh(candidate_Sr)
 
@@ -125,11 +121,12 @@ def draft_chain(
     """
     state_Sr = None if markov is None else markov.initial_state(anchor_ids_S.shape[0])
     previous_ids_S, drafts, chained, embedded = anchor_ids_S, [], [], []
-    for hidden_SD, logits_SV in zip(hidden_GSD, logits_GSV, strict=True):
+    for hidden_SD, unbiased_SV in zip(hidden_GSD, logits_GSV, strict=True):
+        logits_SV = unbiased_SV
         if markov is not None and state_Sr is not None:
             previous_Sr = embedding(previous_ids_S, markov.markov_w1.weight)
             features_Sr, state_Sr = markov.features(hidden_SD, previous_Sr, state_Sr, linear)
-            logits_SV = logits_SV + linear(features_Sr, markov.markov_w2.weight)
+            logits_SV = unbiased_SV + linear(features_Sr, markov.markov_w2.weight)
             embedded.append(previous_Sr)
         draft_S = argmax_lowest(logits_SV)
         # The chain always continues with a target id: W1 is indexed by target ids.

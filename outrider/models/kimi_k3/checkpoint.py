@@ -12,7 +12,7 @@ import torch
 from outrider.errors import CheckpointError
 from outrider.models.kimi_k3.config import MXFP4_GROUP, KimiK3Config, MoeConfig
 from outrider.models.weights import FLOATING, Assignment, CheckpointReader, SourceTensor
-from outrider.ops.quant import decode_mxfp4
+from outrider.ops.quant import SCALE_NAN, decode_mxfp4
 
 __all__ = ["SKIPPED_PREFIXES", "assignments", "holds_packed_experts", "text_prefix", "text_tensors"]
 
@@ -110,8 +110,8 @@ def _decode(name: str) -> Convert:
 
     def convert(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         packed, scale = tensors
-        if bool((scale == 255).any()):
-            raise CheckpointError(f"tensor {name!r} holds the scale code 255 (NaN)")
+        if bool((scale == SCALE_NAN).any()):
+            raise CheckpointError(f"tensor {name!r} holds the scale code {SCALE_NAN} (NaN); the file is damaged")
         return decode_mxfp4(packed, scale, torch.float32)
 
     return convert
@@ -178,9 +178,9 @@ def _experts(plan: _Plan, moe: MoeConfig, in_size: int, *, on_disk_packed: bool,
     for e in range(moe.num_experts):
         start = e * 2 * inner
         for name, parameter, rows, num_rows, num_columns in (
-            ("w1", "gate_up", (start, start + inner), inner, in_size),
-            ("w3", "gate_up", (start + inner, start + 2 * inner), inner, in_size),
-            ("w2", "down", (e * in_size, (e + 1) * in_size), in_size, inner),
+            ("w1", "experts.gate_up", (start, start + inner), inner, in_size),
+            ("w3", "experts.gate_up", (start + inner, start + 2 * inner), inner, in_size),
+            ("w2", "experts.down", (e * in_size, (e + 1) * in_size), in_size, inner),
         ):
             base = f"experts.{e}.{name}"
             if not on_disk_packed:
@@ -219,7 +219,7 @@ def _mix(plan: _Plan, config: KimiK3Config, parameter: str, name: str) -> None:
         return
     width = config.hidden_size
     sources = (plan.source(f"{name}_norm.weight", (width,)), plan.source(f"{name}_proj.weight", (1, width)))
-    plan.add(f"{parameter}.weight", sources, None, _score_vector)
+    plan.add(f"{parameter}.weight.weight", sources, None, _score_vector)
 
 
 def assignments(

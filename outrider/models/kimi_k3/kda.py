@@ -11,7 +11,8 @@ from outrider.models.kimi_k3.step import GroupIndex, StepIndex, scatter_groups
 from outrider.models.layers import Build
 from outrider.models.protocol import TargetCaches
 from outrider.ops.conv import short_conv, window_after_spans
-from outrider.ops.kda import kda_beta, kda_chunk, kda_gate, kda_recurrent
+from outrider.ops.kda import kda_beta, kda_gate, kda_recurrent
+from outrider.ops.kda_chunk import kda_chunk
 from outrider.ops.norm import gated_rms_norm
 
 __all__ = ["KDA_CHUNK", "KdaAttention"]
@@ -30,7 +31,7 @@ class KdaAttention(nn.Module):
         inner, rank = config.inner_size, config.head_dim
         gate_rows = inner if config.full_rank_gate else rank
         # One product per layer input: q | k | v | output gate | forget gate | beta.
-        self.sections = (3 * inner, gate_rows, rank, config.num_heads)
+        self.sections = [3 * inner, gate_rows, rank, config.num_heads]
         self.in_proj = build.weight(sum(self.sections), hidden_size)
         self.conv = build.island_weight(3 * inner, config.conv_kernel_size)
         self.f_b_proj = build.weight(inner, rank)
@@ -42,7 +43,7 @@ class KdaAttention(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, index: StepIndex, caches: TargetCaches) -> torch.Tensor:
         """Normed layer input ``[T, D]`` to attention output ``[T, D]``."""
-        inputs_TC, gate, forget, beta_TH = self.linear(x_TD, self.in_proj).split(self.sections, dim=-1)
+        inputs_TC, gate, forget, beta_TH = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
         if self.g_b_proj is not None:
             gate = self.linear(gate, self.g_b_proj)
         forget = self.linear(forget, self.f_b_proj)
@@ -69,7 +70,7 @@ class KdaAttention(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """q, k, v after conv and SiLU, each ``[T, H, K]``."""
         mixed_TC = short_conv(inputs_TC, window_SWC, self.conv.weight, group.layout)
-        return mixed_TC.view(-1, 3, self.config.num_heads, self.config.head_dim).unbind(1)
+        return torch.unbind(mixed_TC.view(-1, 3, self.config.num_heads, self.config.head_dim), dim=1)
 
     def _chunk(
         self,
@@ -106,7 +107,5 @@ class KdaAttention(nn.Module):
         result = kda_recurrent(q, k, v, decay_THK, beta_TH, state_SHWK, group.layout)
         log = result.log
         assert log is not None, "the per-token form logs every row"
-        caches.recurrent.write_log(
-            self.cache_index, index.batch, log.u_THW, log.k_THK, log.decay_THK, inputs_TC
-        )
+        caches.recurrent.write_log(self.cache_index, index.batch, log.u_THW, log.k_THK, log.decay_THK, inputs_TC)
         return result.out_THW

@@ -30,7 +30,7 @@ class MlaAttention(nn.Module):
         value_rows = num_heads * config.v_head_dim
         query_rows = num_heads * config.qk_head_dim if rank is None else rank
         # One product per layer input: query (or its low rank) | latent and shared key | output gate.
-        self.sections = (query_rows, config.latent_row_size, value_rows if config.output_gate else 0)
+        self.sections = [query_rows, config.latent_row_size, value_rows if config.output_gate else 0]
         self.in_proj = build.weight(sum(self.sections), hidden_size)
         self.q_norm = None if rank is None else build.weight(rank)
         self.q_b_proj = None if rank is None else build.weight(num_heads * config.qk_head_dim, rank)
@@ -52,10 +52,10 @@ class MlaAttention(nn.Module):
     def forward(self, x_TD: torch.Tensor, index: StepIndex, caches: TargetCaches) -> torch.Tensor:
         """Normed layer input ``[T, D]`` to attention output ``[T, D]``; appends one latent row each."""
         config, eps = self.config, self.config.lora_norm_eps
-        query, kv_TC, gate = self.linear(x_TD, self.in_proj).split(self.sections, dim=-1)
+        query, kv_TC, gate = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
         if self.q_norm is not None and self.q_b_proj is not None:
             query = self.linear(rms_norm(query, self.q_norm, eps), self.q_b_proj)
-        latent, shared_key = kv_TC.split((config.kv_lora_rank, config.rope_head_dim), dim=-1)
+        latent, shared_key = torch.split(kv_TC, [config.kv_lora_rank, config.rope_head_dim], dim=-1)
         row_TC = torch.cat([rms_norm(latent, self.kv_norm, eps), shared_key], dim=-1)
         caches.latents.write(self.cache_index, index.batch.slot_mapping_T, row_TC)
         query_THK = query.view(-1, config.num_heads, config.qk_head_dim)
@@ -66,16 +66,14 @@ class MlaAttention(nn.Module):
     def _attend(self, query_THK: torch.Tensor, rows_RC: torch.Tensor, index: StepIndex) -> torch.Tensor:
         """Prompt rows in the expanded form, step rows in the absorbed form; ``[T, H, W]``."""
         assert self.absorbed is not None, "call prepare() after filling the weights"
-        widths = (self.config.nope_head_dim, self.config.rope_head_dim)
+        widths = [self.config.nope_head_dim, self.config.rope_head_dim]
         chunk_out = step_out = None
         if index.chunk is not None:
-            q_nope_THN, q_rope_THR = index.chunk.take(query_THK).split(widths, dim=-1)
+            q_nope_THN, q_rope_THR = torch.split(index.chunk.take(query_THK), widths, dim=-1)
             chunk_out = mla_expanded(
                 q_nope_THN, q_rope_THR, self.kv_b_proj, rows_RC, index.chunk.spans, scale=self.scale
             )
         if index.step is not None:
-            q_nope_THN, q_rope_THR = index.step.take(query_THK).split(widths, dim=-1)
-            step_out = mla_absorbed(
-                q_nope_THN, q_rope_THR, self.absorbed, rows_RC, index.step.spans, scale=self.scale
-            )
+            q_nope_THN, q_rope_THR = torch.split(index.step.take(query_THK), widths, dim=-1)
+            step_out = mla_absorbed(q_nope_THN, q_rope_THR, self.absorbed, rows_RC, index.step.spans, scale=self.scale)
         return scatter_groups(index, chunk_out, step_out)

@@ -33,6 +33,41 @@ class DenseFfn(nn.Module):
         return self.linear(glu_fused(self.activation, self.linear(x_TD, self.gate_up)), self.down)
 
 
+class UnpackedWeights(nn.Module):
+    """All routed experts of a layer in the compute dtype."""
+
+    def __init__(self, num_experts: int, width: int, inner: int, build: Build) -> None:
+        super().__init__()
+        self.gate_up = build.weight(num_experts, 2 * inner, width)
+        self.down = build.weight(num_experts, width, inner)
+
+    def stacked(self) -> StackedExperts:
+        """The record the op takes."""
+        return StackedExperts(gate_up_EJL=self.gate_up, down_ELI=self.down)
+
+
+class PackedWeights(nn.Module):
+    """All routed experts of a layer as MXFP4 bytes: 4.25 bits per weight, decoded by the op."""
+
+    def __init__(self, num_experts: int, width: int, inner: int, build: Build) -> None:
+        super().__init__()
+        self.dtype = build.dtype
+        self.gate_up_packed = build.packed(num_experts, 2 * inner, width // 2)
+        self.gate_up_scale = build.packed(num_experts, 2 * inner, width // MXFP4_GROUP)
+        self.down_packed = build.packed(num_experts, width, inner // 2)
+        self.down_scale = build.packed(num_experts, width, inner // MXFP4_GROUP)
+
+    def stacked(self) -> PackedExperts:
+        """The record the op takes."""
+        return PackedExperts(
+            gate_up_packed_EJB=self.gate_up_packed,
+            gate_up_scale_EJG=self.gate_up_scale,
+            down_packed_ELB=self.down_packed,
+            down_scale_ELG=self.down_scale,
+            dtype=self.dtype,
+        )
+
+
 class MoeFfn(nn.Module):
     """Routed experts, combined and normed in the latent space, plus the shared expert."""
 
@@ -52,13 +87,14 @@ class MoeFfn(nn.Module):
         self.gate = build.island_weight(config.num_experts, hidden_size)
         self.correction_bias = build.island_weight(config.num_experts)
         # One product per layer input: latent down-projection | shared gate | shared up.
-        self.sections = (latent or 0, 2 * shared)
+        self.sections = [latent or 0, 2 * shared]
         self.in_proj = build.weight(sum(self.sections), hidden_size) if latent or shared else None
         self.shared_down = build.weight(hidden_size, shared) if shared else None
         self.up_proj = build.weight(hidden_size, latent) if latent else None
         self.routed_norm = build.weight(latent) if latent and config.latent_norm else None
         width = latent or hidden_size
-        self.expert_weights = _expert_weights(config.num_experts, width, inner, experts, build)
+        make = UnpackedWeights if experts == "unpacked" else PackedWeights
+        self.experts = make(config.num_experts, width, inner, build)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """``[T, D]`` to ``[T, D]``."""
@@ -72,10 +108,9 @@ class MoeFfn(nn.Module):
         )
         latent_TL, shared_TJ = x_TD, None
         if self.in_proj is not None:
-            joined = self.linear(x_TD, self.in_proj)
-            down_TL, shared_TJ = joined.split(self.sections, dim=-1)
+            down_TL, shared_TJ = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
             latent_TL = down_TL if self.up_proj is not None else x_TD
-        out = routed_experts(latent_TL, routing, self.expert_weights.stacked(), self.activation)
+        out = routed_experts(latent_TL, routing, self.experts.stacked(), self.activation)
         if self.routed_norm is not None:
             out = rms_norm(out, self.routed_norm, self.eps)
         if self.up_proj is not None:

@@ -46,12 +46,8 @@ def _group(batch: ForwardBatch, group: SpanGroup) -> GroupIndex | None:
     if not group.lengths:
         return None
     rows_T = None if sum(group.lengths) == batch.num_tokens else group.rows_T
-    layout = span_layout(
-        group.padded_rows_SM, group.valid_SM, lengths=group.lengths, starts=group.starts
-    )
-    context_lens_T, sequence_T = (
-        x if rows_T is None else x[rows_T] for x in (batch.context_lens_T, batch.sequence_T)
-    )
+    layout = span_layout(group.padded_rows_SM, group.valid_SM, lengths=group.lengths, starts=group.starts)
+    context_lens_T, sequence_T = (x if rows_T is None else x[rows_T] for x in (batch.context_lens_T, batch.sequence_T))
     spans = paged_spans(
         layout,
         context_lens_T,
@@ -63,9 +59,7 @@ def _group(batch: ForwardBatch, group: SpanGroup) -> GroupIndex | None:
     return GroupIndex(rows_T=rows_T, layout=layout, spans=spans, state_slots_S=group.state_slots_S)
 
 
-def scatter_groups(
-    index: StepIndex, chunk_out: torch.Tensor | None, step_out: torch.Tensor | None
-) -> torch.Tensor:
+def scatter_groups(index: StepIndex, chunk_out: torch.Tensor | None, step_out: torch.Tensor | None) -> torch.Tensor:
     """Put the results of both groups back in batch row order."""
     if chunk_out is None or step_out is None:
         whole = step_out if chunk_out is None else chunk_out

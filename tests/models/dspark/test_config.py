@@ -179,7 +179,11 @@ def test_families_normalise_to_one_record(family):
     ("config", "changes", "layout"),
     [
         (DFLASH_ZLAB, {}, BlockLayout.ANCHOR_DROP),
-        (QWEN3_4B, {"markov_rank": 0, "enable_confidence_head": False, "architectures": ["X"]}, BlockLayout.ANCHOR_FIRST),
+        (
+            QWEN3_4B,
+            {"markov_rank": 0, "enable_confidence_head": False, "architectures": ["X"]},
+            BlockLayout.ANCHOR_FIRST,
+        ),
         (QWEN3_4B, {"sample_from_anchor": False}, BlockLayout.ANCHOR_DROP),
         (GLM_5_2, {"sample_from_anchor": True}, BlockLayout.ANCHOR_FIRST),
     ],
@@ -271,7 +275,11 @@ def test_fewer_drafts_are_a_truncation_and_more_are_refused():
 
 @pytest.mark.parametrize(
     ("changes", "words"),
-    [({"vocab_size": 5}, "vocab_size"), ({"hidden_size": 64}, "hidden size"), ({"num_layers": 93}, "num_target_layers")],
+    [
+        ({"vocab_size": 5}, "vocab_size"),
+        ({"hidden_size": 64}, "hidden size"),
+        ({"num_layers": 93}, "num_target_layers"),
+    ],
 )
 def test_wrong_target_is_refused(changes, words):
     facts = {"vocab_size": 151936, "hidden_size": 2560, "num_layers": 36}

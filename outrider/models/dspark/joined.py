@@ -1,0 +1,93 @@
+"""A draft layer's weights as inference uses them: joined projections, per-head gains, mask, rotary table.
+
+Dims: O joined outputs, D model width, I joined MLP width, N = query and key heads, K head width.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from outrider.errors import UnsupportedError
+from outrider.models.dspark.config import DraftLayerMask, DSparkConfig, WindowOrigin
+from outrider.models.dspark.model import DraftLayer
+from outrider.ops.block_attention import BlockMask
+from outrider.ops.invariant import island_dtype
+from outrider.ops.rope import RotaryTable, YarnScaling, rotary_table
+
+__all__ = ["JoinedLayer", "drafter_rotary_table", "join_layer"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinedLayer:
+    """One layer, projections joined so that a block costs few calls."""
+
+    input_norm_D: torch.Tensor
+    qkv_OD: torch.Tensor  # rows of queries, then keys, then values
+    head_norm_NK: torch.Tensor  # gains of every query head, then of every key head
+    output_DO: torch.Tensor
+    mlp_norm_D: torch.Tensor
+    gate_up_ID: torch.Tensor
+    down_DI: torch.Tensor
+    mask: BlockMask
+
+
+def join_layer(layer: DraftLayer, config: DSparkConfig, mask: DraftLayerMask) -> JoinedLayer:
+    """Join the layer's projections; its parameters become views of the joined storage.
+
+    Raises:
+        UnsupportedError: a mask that the attention does not offer.
+    """
+    attention, mlp = layer.self_attn, layer.mlp
+    head_norm_NK = torch.cat(
+        (
+            attention.q_norm.weight.expand(config.num_heads, -1),
+            attention.k_norm.weight.expand(config.num_kv_heads, -1),
+        )
+    )
+    return JoinedLayer(
+        input_norm_D=layer.input_layernorm.weight,
+        qkv_OD=_join_rows(attention.q_proj, attention.k_proj, attention.v_proj),
+        head_norm_NK=head_norm_NK,
+        output_DO=attention.o_proj.weight,
+        mlp_norm_D=layer.post_attention_layernorm.weight,
+        gate_up_ID=_join_rows(mlp.gate_proj, mlp.up_proj),
+        down_DI=mlp.down_proj.weight,
+        mask=_block_mask(mask),
+    )
+
+
+@torch.no_grad()
+def _join_rows(*projections: torch.nn.Linear) -> torch.Tensor:
+    joined_OI = torch.cat([projection.weight for projection in projections])
+    begin = 0
+    for projection in projections:
+        end = begin + projection.out_features
+        projection.weight.data = joined_OI[begin:end]
+        begin = end
+    return joined_OI
+
+
+def _block_mask(mask: DraftLayerMask) -> BlockMask:
+    if mask.window is not None and mask.window_origin is WindowOrigin.ANCHOR:
+        raise UnsupportedError(
+            f"drafter window of {mask.window} tokens measured from the anchor (speculators) is not offered"
+        )
+    return BlockMask(causal=mask.causal_block, window=mask.window)
+
+
+def drafter_rotary_table(
+    config: DSparkConfig, num_positions: int, dtype: torch.dtype, device: torch.device
+) -> RotaryTable:
+    """Cosines and sines of positions 0..num_positions - 1, YaRN included, for compute dtype ``dtype``."""
+    rope = config.rope
+    scaling = None
+    if rope.yarn is not None:
+        scaling = YarnScaling(
+            factor=rope.yarn.factor,
+            original_max_positions=rope.yarn.original_max_position,
+            beta_fast=rope.yarn.beta_fast,
+            beta_slow=rope.yarn.beta_slow,
+            attention_factor=rope.yarn.attention_factor,
+        )
+    table = rotary_table(num_positions, config.head_dim, rope.theta, scaling, dtype=island_dtype(dtype))
+    return RotaryTable(cos_PF=table.cos_PF.to(device), sin_PF=table.sin_PF.to(device))

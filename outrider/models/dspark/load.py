@@ -1,0 +1,43 @@
+"""From a drafter directory to a predictor bound to its target."""
+
+from pathlib import Path
+
+from outrider.models.dspark.block import BlockPredictor
+from outrider.models.dspark.checkpoint import TargetTables, load_model
+from outrider.models.dspark.config import check_target
+from outrider.models.protocol import TargetModel
+from outrider.ops.linear import choose_linear
+
+__all__ = ["load_predictor"]
+
+
+def load_predictor(
+    path: Path, target: TargetModel, tables: TargetTables, *, max_context: int, num_draft_tokens: int | None = None
+) -> BlockPredictor:
+    """Load a drafter in the dtype and on the device of its target.
+
+    Args:
+        path: directory with ``config.json`` and safetensors files.
+        target: the model whose embedding and head the drafter borrows.
+        tables: that embedding and head as tensors; copies in the checkpoint must equal them.
+        max_context: positions a sequence may reach.
+        num_draft_tokens: drafts per round; None is all that the block was trained for.
+
+    Raises:
+        CheckpointError: weights do not match their config, or the drafter is another target's.
+        ConfigError: the config contradicts itself, or too many drafts are asked for.
+        UnsupportedError: a drafter family or feature that is not offered.
+    """
+    model = load_model(path, tables, dtype=tables.embedding_VD.dtype, device=tables.embedding_VD.device)
+    check_target(
+        model.config, vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_layers=target.num_layers
+    )
+    shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in model.parameters() if parameter.dim() == 2]
+    return BlockPredictor(
+        model,
+        embed=target.embed,
+        head=target.head,
+        linear=choose_linear(shapes, tables.embedding_VD.dtype),
+        max_context=max_context,
+        num_draft_tokens=num_draft_tokens,
+    )

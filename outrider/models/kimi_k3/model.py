@@ -1,0 +1,188 @@
+"""The K3 text model over flat batches: layers, residual stream, taps, head.
+
+Dims: T flat tokens, N rows that need logits, V vocabulary, D model width, A tapped layers.
+"""
+
+import torch
+from torch import nn
+
+from outrider.batch import ForwardBatch, TargetOutput
+from outrider.cache.layout import CacheLayout, PagedLayout, RecurrentLayout
+from outrider.errors import ConfigError
+from outrider.models.kimi_k3.config import KimiK3Config
+from outrider.models.kimi_k3.kda import KDA_CHUNK, KdaAttention
+from outrider.models.kimi_k3.mla import MlaAttention
+from outrider.models.kimi_k3.moe import DenseFfn, ExpertForm, MoeFfn
+from outrider.models.kimi_k3.residual import ResidualMix, ResidualStream
+from outrider.models.kimi_k3.step import StepIndex
+from outrider.models.layers import Build
+from outrider.models.protocol import AuxStream, TargetCaches
+from outrider.ops.activation import Activation
+from outrider.ops.linear import embedding
+from outrider.ops.norm import rms_norm
+
+__all__ = ["DecoderLayer", "KimiK3Model", "cache_layouts"]
+
+
+class DecoderLayer(nn.Module):
+    """One layer: two sublayers, each fed by a mix of the residual stream and a norm (section 4.3)."""
+
+    def __init__(self, config: KimiK3Config, i: int, experts: ExpertForm, build: Build) -> None:
+        super().__init__()
+        width, eps, block = config.hidden_size, config.rms_norm_eps, config.attn_res_block_size
+        self.eps = eps
+        self.opens_block = block is not None and i % block == 0
+        self.attention_norm = build.weight(width)
+        self.ffn_norm = build.weight(width)
+        # Layer 0 has an entry mix in the checkpoint that is never used: there is no snapshot yet.
+        self.attention_mix = None if block is None else ResidualMix(width, eps, build)
+        self.ffn_mix = None if block is None else ResidualMix(width, eps, build)
+        cache_index = config.layer_kinds[:i].count(config.layer_kinds[i])
+        self.attention: KdaAttention | MlaAttention
+        if config.layer_kinds[i] == "kda":
+            self.attention = KdaAttention(config.kda, width, eps, cache_index, build)
+        else:
+            self.attention = MlaAttention(config.mla, width, cache_index, build)
+        activation = Activation(name=config.activation, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
+        self.ffn: DenseFfn | MoeFfn
+        if config.moe is not None and config.moe_layers[i]:
+            self.ffn = MoeFfn(config.moe, width, eps, activation, experts, build)
+        else:
+            self.ffn = DenseFfn(width, config.intermediate_size, activation, build)
+
+    def forward(self, entry_TD: torch.Tensor, stream: ResidualStream, index: StepIndex, caches: TargetCaches) -> None:
+        """Advance ``stream`` by both sublayers; ``entry_TD`` is what ``stream`` gave on entry."""
+        normed_TD = rms_norm(entry_TD, self.attention_norm, self.eps)
+        attention_TD = self.attention(normed_TD, index, caches)
+        if self.opens_block:
+            stream.open_block()
+            stream.restart(attention_TD)
+        else:
+            stream.add(attention_TD)
+        normed_TD = rms_norm(stream.read(self.ffn_mix), self.ffn_norm, self.eps)
+        stream.add(self.ffn(normed_TD))
+
+
+class KimiK3Model(nn.Module):
+    """A ``TargetModel``; parameters are uninitialised until the loader fills them.
+
+    Args:
+        config: Parsed and validated numbers.
+        experts: Keep routed experts as MXFP4 bytes or as compute-dtype matrices.
+        build: Dtype, device and linear function; the meta device gives shapes only.
+    """
+
+    chunk_multiple = KDA_CHUNK
+
+    def __init__(self, config: KimiK3Config, *, experts: ExpertForm, build: Build) -> None:
+        super().__init__()
+        self.config = config
+        self.dtype = build.dtype
+        self.linear = build.linear
+        self.vocab_size = config.vocab_size
+        self.hidden_size = config.hidden_size
+        self.num_layers = config.num_layers
+        self.aux_layer_ids: tuple[int, ...] = ()
+        self.aux_stream: AuxStream = "mixture"
+        width = config.hidden_size
+        self.embedding = build.weight(config.vocab_size, width)
+        self.lm_head = build.weight(config.vocab_size, width)
+        self.norm = build.weight(width)
+        has_mix = config.attn_res_block_size is not None
+        self.output_mix = ResidualMix(width, config.rms_norm_eps, build) if has_mix else None
+        layers = [DecoderLayer(config, i, experts, build) for i in range(config.num_layers)]
+        self.layers = nn.ModuleList(layers)
+        self._layers = tuple(layers)  # the same modules, typed
+        self.cache_layouts: tuple[CacheLayout, ...] = cache_layouts(config, build)
+
+    def prepare(self) -> None:
+        """Derive what the weights imply; the loader calls it after filling them."""
+        for layer in self._layers:
+            if isinstance(layer.attention, MlaAttention):
+                layer.attention.prepare()
+
+    def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
+        """Tap "after layer t" for each 0-based t, in the given order; -1 is the embedding.
+
+        ``mixture`` is the tensor that layer t + 1 consumes before its norm (after the last layer: the
+        output mix), ``prefix`` the raw residual stream (section 14.25).
+
+        Raises:
+            ConfigError: an id is out of range or given twice.
+        """
+        for position, layer_id in enumerate(layer_ids):
+            if not -1 <= layer_id < self.num_layers:
+                raise ConfigError(
+                    f"aux layer id {layer_id} is outside -1..{self.num_layers - 1} of this target; "
+                    "ids are 0-based and mean the stream after that layer"
+                )
+            if layer_id in layer_ids[:position]:
+                raise ConfigError(f"aux layer id {layer_id} is given twice in {list(layer_ids)}")
+        self.aux_layer_ids = tuple(layer_ids)
+        self.aux_stream = stream
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """Embedding rows ``[T, D]``, compute dtype; ids in 0..V-1."""
+        return embedding(token_ids_T, self.embedding)
+
+    def head(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        """Logits ``[N, V]`` of normalised rows, compute dtype."""
+        return self.linear(hidden_ND, self.lm_head)
+
+    @torch.no_grad()
+    def forward(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
+        """Run one flat batch (sections 2 and 4).
+
+        Chunk rows commit their recurrent state; step rows only log. Nothing waits for the device.
+        """
+        stream = ResidualStream(self.embed(batch.token_ids_T), self.config.num_snapshots)
+        taps_TAD = self._tap_buffer(batch.num_tokens)
+        if batch.num_tokens:
+            index = StepIndex.of(batch)
+            for i, layer in enumerate(self._layers):
+                entry_TD = stream.read(layer.attention_mix)
+                self._capture(i - 1, entry_TD, stream, taps_TAD)
+                layer(entry_TD, stream, index, caches)
+            if self.num_layers - 1 in self.aux_layer_ids:
+                self._capture(self.num_layers - 1, stream.read(self.output_mix), stream, taps_TAD)
+        return TargetOutput(logits_NV=self._logits(stream, batch.logits_rows_N), aux_hidden_TAD=taps_TAD)
+
+    def _logits(self, stream: ResidualStream, rows_N: torch.Tensor) -> torch.Tensor:
+        if rows_N.shape[0] == 0:
+            return self.embedding.new_empty(0, self.vocab_size)
+        mixed_ND = stream.read(self.output_mix, rows_N)
+        return self.head(rms_norm(mixed_ND, self.norm, self.config.rms_norm_eps))
+
+    def _tap_buffer(self, num_tokens: int) -> torch.Tensor | None:
+        if not self.aux_layer_ids:
+            return None
+        return self.embedding.new_empty(num_tokens, len(self.aux_layer_ids), self.hidden_size)
+
+    def _capture(
+        self, layer_id: int, mixture_TD: torch.Tensor, stream: ResidualStream, taps_TAD: torch.Tensor | None
+    ) -> None:
+        """Copy the tap after ``layer_id`` out of the stream, if it is wanted."""
+        if taps_TAD is None or layer_id not in self.aux_layer_ids:
+            return
+        tapped_TD = mixture_TD if self.aux_stream == "mixture" else stream.prefix_TD
+        taps_TAD[:, self.aux_layer_ids.index(layer_id)] = tapped_TD
+
+
+def cache_layouts(config: KimiK3Config, build: Build) -> tuple[PagedLayout, RecurrentLayout]:
+    """One latent row per token and MLA layer; one state and conv window per slot and KDA layer."""
+    kda, mla = config.kda, config.mla
+    latents = PagedLayout(
+        name="latents",
+        num_layers=len(config.mla_layers),
+        row_shape=(mla.latent_row_size,),
+        dtype=build.dtype,
+    )
+    recurrent = RecurrentLayout(
+        name="recurrent",
+        num_layers=len(config.kda_layers),
+        state_shape=(kda.num_heads, kda.head_dim, kda.head_dim),
+        state_dtype=build.island,
+        conv_shape=(kda.conv_kernel_size - 1, 3 * kda.inner_size),
+        conv_dtype=build.dtype,
+    )
+    return (latents, recurrent)

@@ -1,0 +1,175 @@
+"""What the pair does on a prompt file, for the model cards: no timing in here.
+
+By tier: mean next-token entropy over greedy outputs, share of right answers where the file has a
+``reference``, share of looping outputs, and with a drafter tokens per round over all outputs and
+over the non-looping ones of at least 48 tokens.
+
+Usage: ``python recipes/k3_small/evaluate.py models/k3-small PROMPTS.jsonl OUT.json
+[--drafter models/k3-small-dspark] [--num-prompts 60] [--max-tokens 256]``
+"""
+
+import argparse
+import json
+from collections import defaultdict
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from outrider.batch import ForwardBatch, TargetOutput
+from outrider.bench.loops import ends_in_loop
+from outrider.cache.cache_set import CacheSet
+from outrider.engine.build import EngineOptions, build_engine, resolve_config
+from outrider.models.registry import load_target
+from outrider.request import Request, RequestUsage, SamplingParams
+from outrider.speculative.load import load_drafter
+from outrider.tokenizer import Tokenizer, load_tokenizer
+
+LONG_ENOUGH = 48  # tokens an output needs to count for tokens per round
+
+
+class EntropyMeter:
+    """A target that sums the entropy of every distribution it is asked for, in nats."""
+
+    def __init__(self, target) -> None:  # type: ignore[no-untyped-def]
+        self.target = target
+        self.vocab_size, self.cache_layouts = target.vocab_size, target.cache_layouts
+        self.set_aux_layers, self.total, self.count = target.set_aux_layers, 0.0, 0
+
+    def forward(self, batch: ForwardBatch, caches: CacheSet) -> TargetOutput:
+        """Forward and add up."""
+        output = self.target.forward(batch, caches)
+        log_probabilities = output.logits_NV.float().log_softmax(-1)
+        self.total -= float((log_probabilities.exp() * log_probabilities).sum())
+        self.count += output.logits_NV.shape[0]
+        return output
+
+
+@dataclass(slots=True)
+class Answer:
+    """One prompt's greedy output."""
+
+    row: dict
+    token_ids: list[int] = field(default_factory=list)
+    usage: RequestUsage | None = None
+
+
+def read_rows(path: Path, num_prompts: int) -> dict[str, list[dict]]:
+    """Up to ``num_prompts`` rows of each tier, evenly over its sub-categories."""
+    by_kind: dict[str, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
+    for line in path.read_text(encoding="utf8").splitlines():
+        row = json.loads(line)
+        by_kind[row["category"]][row["sub_category"]].append(row)
+    chosen = {}
+    for tier, kinds in sorted(by_kind.items()):
+        turns = max(len(rows) for rows in kinds.values())
+        drawn = [rows[turn] for turn in range(turns) for rows in kinds.values() if turn < len(rows)]
+        chosen[tier] = drawn[:num_prompts]
+    return chosen
+
+
+def answer_rows(engine, rows: list[dict], tokenizer: Tokenizer, limit: int) -> list[Answer]:  # type: ignore[no-untyped-def]
+    """Greedy answers in the chat form, stopped at the end of the response channel."""
+    answers = {}
+    stop = (tokenizer.special_token_id("<|close|>"),)
+    for index, row in enumerate(rows):
+        ids = tokenizer.render_chat([{"role": "user", "content": row["turns"][0]}])
+        if len(ids) + limit > 4096:
+            continue
+        answers[str(index)] = Answer(row)
+        sampling = SamplingParams(max_tokens=limit, stop_token_ids=stop)
+        engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(ids), sampling=sampling))
+    while engine.has_work:
+        for update in engine.step():
+            answers[update.request_id].token_ids += update.new_token_ids
+            answers[update.request_id].usage = update.usage
+    return list(answers.values())
+
+
+def is_right(answer: Answer, tokenizer: Tokenizer) -> bool:
+    """Whether the reference stands in the answer (whole, or as a number for needle questions)."""
+    text = tokenizer.decode(answer.token_ids).strip()
+    references = [reference.strip() for reference in answer.row["reference"]]
+    if answer.row["sub_category"] in ("needle", "needle_exam", "reasoning"):
+        return any(reference in text for reference in references)
+    return text in references
+
+
+def summarise(answers: list[Answer], tokenizer: Tokenizer) -> dict[str, object]:
+    """Figures of one tier."""
+    looping = [ends_in_loop(answer.token_ids) for answer in answers]
+    graded = [is_right(answer, tokenizer) for answer in answers if answer.row.get("reference")]
+    clean = [
+        answer
+        for answer, loops in zip(answers, looping, strict=True)
+        if not loops and len(answer.token_ids) >= LONG_ENOUGH
+    ]
+
+    def tokens_per_round(some: list[Answer]) -> float | None:
+        rounds = sum(answer.usage.num_rounds for answer in some if answer.usage)
+        tokens = sum(len(answer.token_ids) - 1 for answer in some)  # the first comes with the prompt
+        return round(tokens / rounds, 3) if rounds else None
+
+    return {
+        "prompts": len(answers),
+        "output_tokens": sum(len(answer.token_ids) for answer in answers),
+        "looping_share": round(sum(looping) / max(1, len(answers)), 3),
+        "long_non_looping": len(clean),
+        "right_share": round(sum(graded) / len(graded), 3) if graded else None,
+        "graded": len(graded),
+        "tokens_per_round": tokens_per_round(answers),
+        "tokens_per_round_clean": tokens_per_round(clean),
+        "tokens_per_round_by_task": {
+            kind: tokens_per_round([answer for answer in answers if answer.row["sub_category"] == kind])
+            for kind in sorted({answer.row["sub_category"] for answer in answers})
+        },
+    }
+
+
+def evaluate(arguments: argparse.Namespace) -> dict[str, object]:
+    """Run every tier."""
+    torch.set_num_threads(arguments.threads)
+    tokenizer = load_tokenizer(arguments.model)
+    device = torch.device("cpu")
+    target = load_target(arguments.model, dtype=torch.bfloat16, device=device)
+    result: dict[str, object] = {"prompts": arguments.prompts.name, "max_tokens": arguments.max_tokens}
+    for tier, rows in read_rows(arguments.prompts, arguments.num_prompts).items():
+        meter = EntropyMeter(target)
+        options = EngineOptions(max_num_seqs=16, max_model_len=4096, max_prefill_tokens=512)
+        drafts, drafter = 0, None
+        served = meter
+        if arguments.drafter:
+            num_rows = options.max_num_seqs * -(-options.max_model_len // options.page_size) * options.page_size
+            drafter = load_drafter(arguments.drafter, target, num_cache_rows=num_rows, dtype=torch.bfloat16, device=device)
+            drafts, served = drafter.num_draft_tokens, target
+        config = resolve_config(options, drafts_offered=drafts, chunk_multiple=target.chunk_multiple)
+        engine = build_engine(served, drafter, config, device=device)
+        answers = answer_rows(engine, rows, tokenizer, arguments.max_tokens)
+        figures = summarise(answers, tokenizer)
+        if not arguments.drafter:
+            figures["entropy_nats"] = round(meter.total / max(1, meter.count), 3)
+        result[tier] = figures
+        for answer in answers[: arguments.show]:
+            print("-----", tier, answer.row["sub_category"], "\n", tokenizer.decode(answer.token_ids))
+    return result
+
+
+def main() -> None:
+    """Parse the arguments, evaluate, write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("prompts", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--drafter", type=Path)
+    parser.add_argument("--num-prompts", type=int, default=60)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--show", type=int, default=0)
+    arguments = parser.parse_args()
+    result = evaluate(arguments)
+    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

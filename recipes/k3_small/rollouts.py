@@ -1,0 +1,153 @@
+"""Let the trained target answer training prompts: the data a drafter learns from.
+
+A part of the prompts is answered greedily and a part at each given temperature; outputs that
+loop are dropped. Sampling adds Gumbel noise to the logits in front of the greedy engine, which
+draws exactly from softmax(logits / T).
+
+Usage: ``python recipes/k3_small/rollouts.py models/k3-small TASKS.jsonl CORPUS.jsonl OUT_DIR
+--prompts 4000 --minutes 12``
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from outrider.batch import ForwardBatch, TargetOutput
+from outrider.bench.loops import ends_in_loop
+from outrider.cache.cache_set import CacheSet
+from outrider.engine.build import EngineOptions, build_engine, resolve_config
+from outrider.models.registry import load_target
+from outrider.request import Request, SamplingParams
+from outrider.tokenizer import Tokenizer, load_tokenizer
+
+CONTINUATION_SHARE = 0.08  # raw text prompts, no chat form
+TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # half greedy
+
+
+class SampledTarget:
+    """A target whose greedy choice is a draw at ``temperature``."""
+
+    def __init__(self, target, temperature: float, seed: int) -> None:  # type: ignore[no-untyped-def]
+        self.target, self.temperature = target, temperature
+        self.generator = torch.Generator().manual_seed(seed)
+        self.vocab_size, self.cache_layouts = target.vocab_size, target.cache_layouts
+        self.set_aux_layers = target.set_aux_layers
+
+    def forward(self, batch: ForwardBatch, caches: CacheSet) -> TargetOutput:
+        """The target's logits over the temperature plus Gumbel noise."""
+        output = self.target.forward(batch, caches)
+        if self.temperature == 0:
+            return output
+        uniform = torch.rand(output.logits_NV.shape, generator=self.generator).clamp_(1e-9, 1 - 1e-7)
+        noisy = output.logits_NV.float() / self.temperature - (-uniform.log()).log()
+        return TargetOutput(logits_NV=noisy, aux_hidden_TAD=output.aux_hidden_TAD)
+
+
+def prompts(tasks: Path, corpus: Path, tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
+    """Endless prompts: chat tasks in random order, now and then the start of a text."""
+    rng = random.Random(seed)
+    rows = tasks.read_text(encoding="utf8").splitlines()
+    texts = corpus.read_text(encoding="utf8").splitlines()
+    while True:
+        if rng.random() < CONTINUATION_SHARE:
+            text = json.loads(rng.choice(texts))["text"]
+            start = rng.randrange(max(1, len(text) - 400))
+            yield tokenizer.encode(text[start : start + rng.randint(60, 400)])
+        else:
+            turns = json.loads(rng.choice(rows))["turns"]
+            yield tokenizer.render_chat([{"role": "user", "content": turns[0]["content"]}])
+
+
+class Writer:
+    """Appends conversations to the arrays ``train_drafter.py`` reads."""
+
+    def __init__(self, out: Path) -> None:
+        out.mkdir(parents=True, exist_ok=True)
+        self.out, self.offsets = out, [0]
+        self.ids, self.answer = (out / "rollouts.ids.bin").open("wb"), (out / "rollouts.answer.bin").open("wb")
+        self.counts = {"kept": 0, "looping": 0, "short": 0, "output_tokens": 0}
+
+    def add(self, prompt: list[int], output: list[int], stop_id: int | None) -> None:
+        """Keep a conversation unless it loops or says next to nothing."""
+        if ends_in_loop(output):
+            self.counts["looping"] += 1
+            return
+        if len(output) < 14:
+            self.counts["short"] += 1
+            return
+        # The stop token is an output too: the drafter should see the end coming.
+        answer = output if stop_id is None else [*output, stop_id]
+        np.array(prompt + answer, dtype=np.uint16).tofile(self.ids)
+        np.array([0] * len(prompt) + [1] * len(answer), dtype=np.uint8).tofile(self.answer)
+        self.offsets.append(self.offsets[-1] + len(prompt) + len(answer))
+        self.counts["kept"] += 1
+        self.counts["output_tokens"] += len(answer)
+
+    def close(self) -> None:
+        """Write what is still in memory."""
+        self.ids.flush()
+        self.answer.flush()
+        np.save(self.out / "rollouts.offsets.npy", np.array(self.offsets, dtype=np.int64))
+        (self.out / "counts.json").write_text(json.dumps(self.counts) + "\n")
+
+
+def roll(arguments: argparse.Namespace) -> None:
+    """Answer prompts in batches, the temperatures in turn, until the minutes are spent."""
+    torch.set_num_threads(arguments.threads)
+    tokenizer = load_tokenizer(arguments.model)
+    target = load_target(arguments.model, dtype=torch.bfloat16, device=torch.device("cpu"))
+    source = prompts(arguments.tasks, arguments.corpus, tokenizer, arguments.seed)
+    writer, started, number = Writer(arguments.out), time.monotonic(), 0
+    stop_ids = tuple(sorted({tokenizer.special_token_id("<|end_of_msg|>"), tokenizer.special_token_id("[EOS]")}))
+    options = EngineOptions(
+        max_num_seqs=arguments.seats, max_model_len=2560, speculation="off", max_prefill_tokens=1024
+    )
+    config = resolve_config(options, drafts_offered=0, chunk_multiple=target.chunk_multiple)
+    while time.monotonic() - started < arguments.minutes * 60:
+        sampled = SampledTarget(target, TEMPERATURES[number % len(TEMPERATURES)], seed=number)
+        engine = build_engine(sampled, None, config, device=torch.device("cpu"), tokenizer=None)
+        asked: dict[str, list[int]] = {}
+        for index in range(arguments.batch):
+            ids = next(source)
+            if len(ids) > 2048:
+                continue
+            asked[str(index)] = ids
+            limit = SamplingParams(max_tokens=arguments.max_tokens, stop_token_ids=stop_ids)
+            engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(ids), sampling=limit))
+        outputs: dict[str, list[int]] = {name: [] for name in asked}
+        while engine.has_work:
+            for update in engine.step():
+                outputs[update.request_id] += update.new_token_ids
+                if update.finish_reason is not None:
+                    stop = update.stop_reason if isinstance(update.stop_reason, int) else None
+                    writer.add(asked[update.request_id], outputs[update.request_id], stop)
+        number += 1
+        print(round(time.monotonic() - started), number, writer.counts, file=sys.stderr, flush=True)
+    writer.close()
+
+
+def main() -> None:
+    """Parse the arguments and roll."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("tasks", type=Path)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=12)
+    parser.add_argument("--batch", type=int, default=256)
+    parser.add_argument("--seats", type=int, default=64)
+    parser.add_argument("--max-tokens", type=int, default=320)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=7)
+    roll(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Train the k3-small drafter on the target's own outputs; resumable like ``train_target.py``.
+
+Usage: ``python recipes/k3_small/train_drafter.py TARGET_CHECKPOINT.pt ROLLOUTS_DIR OUT_DIR --minutes 30``
+
+``ROLLOUTS_DIR`` is what ``rollouts.py`` wrote. The frozen target runs in its training form beside
+the drafter (no cache of taps), at the weights as shipped: bf16, MXFP4 experts.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from config import K3_SMALL, K3_SMALL_DSPARK
+from train_target import learning_rate_scale
+
+from outrider.training.dspark import Blocks, DSparkForTraining
+from outrider.training.export import FP32_ENDINGS
+from outrider.training.kimi_k3 import KimiK3ForTraining
+from outrider.training.losses import drafter_losses, row_decay
+from outrider.training.muon import Muon
+
+LENGTHS = ((0.70, 512), (0.90, 1024), (1.01, 2048))
+VALID_SHARE = 0.03  # of the rollouts, the last ones
+
+
+class Rollouts:
+    """Prompt and output ids of the target, one conversation after another."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ids = np.memmap(folder / "rollouts.ids.bin", np.uint16, mode="r")
+        self.answer = np.memmap(folder / "rollouts.answer.bin", np.uint8, mode="r")
+        self.offsets = np.load(folder / "rollouts.offsets.npy")
+        self.num_train = int((len(self.offsets) - 1) * (1 - VALID_SHARE))
+
+    def draft_vocabulary(self, size: int, special: list[int]) -> torch.Tensor:
+        """The ``size`` most frequent output ids and the special ones, ascending."""
+        counts = np.bincount(self.ids[self.answer == 1], minlength=K3_SMALL.vocab_size).astype(float)
+        counts += np.bincount(self.ids[self.answer == 0], minlength=K3_SMALL.vocab_size) * 1e-3
+        counts[special] = np.inf
+        picked = np.sort(np.argsort(-counts, kind="stable")[:size])
+        return torch.from_numpy(picked.astype(np.int64))
+
+    def rows(
+        self, rng: np.random.Generator, length: int, num_rows: int, valid: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token ids and output mask [B, T]; each row is one conversation, cut to ``length``.
+
+        A conversation longer than a row loses its end, so context always starts at position 0.
+        """
+        low, high = (self.num_train, len(self.offsets) - 1) if valid else (0, self.num_train)
+        ids = np.zeros((num_rows, length), np.int64)
+        answer = np.zeros((num_rows, length), bool)
+        for row in range(num_rows):
+            while answer[row].sum() < 16:  # a long prompt may leave no output in the row
+                pick = int(rng.integers(low, high))
+                start, end = self.offsets[pick], self.offsets[pick + 1]
+                size = min(length, end - start)
+                ids[row], answer[row] = 0, False
+                ids[row, :size] = self.ids[start : start + size]
+                answer[row, :size] = self.answer[start : start + size] == 1
+        return torch.from_numpy(ids), torch.from_numpy(answer)
+
+
+def sample_blocks(ids: torch.Tensor, answer: torch.Tensor, num_anchors: int, seed: int) -> Blocks:
+    """Random anchors p with outputs at p and p + 1 (with replacement) and their block rows.
+
+    The last prompt token is never an anchor: the first anchor in service is the first output.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows, mask_id = K3_SMALL_DSPARK.block_rows, K3_SMALL_DSPARK.mask_token_id
+    eligible = (answer[:, :-1] & answer[:, 1:]).float()
+    anchors = torch.multinomial(eligible, num_anchors, replacement=True, generator=generator)
+    length = ids.shape[1]
+    positions = anchors.unsqueeze(-1) + torch.arange(1, rows + 1)
+    inside = positions < length
+    positions = positions.clamp_max(length - 1).flatten(1)
+    labels = ids.gather(1, positions)
+    learnable = (answer.gather(1, positions).unflatten(1, (-1, rows)) & inside).cumprod(-1)
+    anchor_ids = ids.gather(1, anchors).unsqueeze(-1)
+    previous = torch.cat((anchor_ids, labels.unflatten(1, (-1, rows))[..., :-1]), -1)
+    inputs = torch.full_like(previous, mask_id)
+    inputs[..., 0] = anchor_ids.squeeze(-1)
+    return Blocks(
+        anchors_BA=anchors,
+        inputs_BR=inputs.flatten(1),
+        labels_BR=labels,
+        previous_BR=previous.flatten(1),
+        weights_BR=learnable.flatten(1).float(),
+    )
+
+
+def load_target(checkpoint: Path) -> KimiK3ForTraining:
+    """The frozen target at its shipped weights."""
+    model = KimiK3ForTraining(K3_SMALL)
+    state = torch.load(checkpoint, weights_only=True)["model"]
+    for name, value in state.items():
+        disk_name = name.replace("conv1d_weight", "conv1d.weight")
+        if ".experts." not in name and not disk_name.endswith(FP32_ENDINGS):
+            state[name] = value.bfloat16().float()
+    model.load_state_dict(state)
+    return model.eval().requires_grad_(False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Losses of one batch and the teacher-forced greedy agreement per row."""
+
+    losses: object
+    agreement_BR: torch.Tensor
+    weights_BR: torch.Tensor
+
+
+class DrafterTrainer:
+    """Frozen target, drafter, optimisers, counters."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        torch.manual_seed(1)
+        self.out, self.lr = arguments.out, arguments.lr
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.target = load_target(arguments.target)
+        self.rollouts = Rollouts(arguments.rollouts)
+        special = list(range(8176, 8182))
+        self.draft_ids = self.rollouts.draft_vocabulary(K3_SMALL_DSPARK.draft_vocab_size, special)
+        self.drafter = DSparkForTraining(K3_SMALL_DSPARK)
+        with torch.no_grad():
+            self.drafter.lm_head.weight.copy_(self.target.lm_head.weight[self.draft_ids])
+        matrices = [p for n, p in self.drafter.named_parameters() if n.startswith(("layers", "fc")) and p.ndim == 2]
+        chosen = {id(p) for p in matrices}
+        others = [p for p in self.drafter.parameters() if id(p) not in chosen]
+        self.optimizers = (
+            Muon(matrices, lr=self.lr, weight_decay=0.02),
+            torch.optim.AdamW(others, lr=self.lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        )
+        self.step, self.seconds = 0, 0.0
+        if (self.out / "checkpoint.pt").exists():
+            self.load()
+
+    def load(self) -> None:
+        """Continue from our own checkpoint."""
+        state = torch.load(self.out / "checkpoint.pt", weights_only=True)
+        self.drafter.load_state_dict(state["model"])
+        self.draft_ids = state["draft_ids"]
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.seconds = state["step"], state["seconds"]
+
+    def save(self) -> None:
+        """Write the checkpoint in one rename."""
+        state = {
+            "model": self.drafter.state_dict(),
+            "draft_ids": self.draft_ids,
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "step": self.step,
+            "seconds": self.seconds,
+        }
+        torch.save(state, self.out / "checkpoint.tmp")
+        (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
+
+    def forward(self, ids: torch.Tensor, answer: torch.Tensor, num_anchors: int, seed: int) -> Step:
+        """Losses of random anchors of a batch of rows."""
+        blocks = sample_blocks(ids, answer, num_anchors, seed)
+        with torch.no_grad():
+            hidden, taps = self.target(ids, K3_SMALL_DSPARK.aux_layer_ids)
+            context = torch.cat(taps, -1)
+            before = (blocks.anchors_BA.unsqueeze(-1) + torch.arange(K3_SMALL_DSPARK.block_rows)).flatten(1)
+            before = before.clamp_max(ids.shape[1] - 1)
+            picked = hidden.gather(1, before.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])).flatten(0, 1)
+            logits = self.target.lm_head(picked)
+            log_norm = logits.logsumexp(-1, keepdim=True)
+            teacher = (logits[:, self.draft_ids] - log_norm).exp()
+        out = self.drafter(context, blocks, self.target.embed_tokens)
+        to_draft = torch.full((K3_SMALL.vocab_size,), -1, dtype=torch.int64)
+        to_draft[self.draft_ids] = torch.arange(len(self.draft_ids))
+        labels = to_draft[blocks.labels_BR.flatten()]
+        weights = blocks.weights_BR.flatten()
+        losses = drafter_losses(
+            out.logits_BRV.flatten(0, 1),
+            out.confidence_BR.flatten(),
+            teacher,
+            labels,
+            weights * row_decay(len(weights), K3_SMALL_DSPARK.block_rows),
+        )
+        agreement = self.draft_ids[out.logits_BRV.detach().argmax(-1)] == logits.argmax(-1).view_as(blocks.labels_BR)
+        return Step(losses=losses, agreement_BR=agreement, weights_BR=blocks.weights_BR)
+
+    def train_step(self, rows: tuple[torch.Tensor, torch.Tensor], num_anchors: int, scale: float) -> Step:
+        """One optimiser step."""
+        for optimizer, share in zip(self.optimizers, (1.0, 0.4), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = self.lr * scale * share
+        result = self.forward(*rows, num_anchors, self.step)
+        result.losses.total.backward()
+        torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        return result
+
+    @torch.no_grad()
+    def evaluate(self, length: int = 512) -> dict[str, object]:
+        """Held-out agreement per row given all rows before agreed, and expected tokens per round."""
+        totals = torch.zeros(2, K3_SMALL_DSPARK.block_rows)
+        for batch in range(4):
+            rows = self.rollouts.rows(np.random.default_rng(99 + batch), length, 4096 // length, valid=True)
+            result = self.forward(*rows, 64, 7 + batch)
+            agree = (result.agreement_BR.float() * result.weights_BR).unflatten(1, (-1, totals.shape[1]))
+            reached = result.weights_BR.unflatten(1, (-1, totals.shape[1]))
+            totals[0] += agree.cumprod(-1).sum((0, 1))
+            totals[1] += reached.sum((0, 1))
+        survival = totals[0] / totals[1].clamp_min(1)
+        return {
+            "survival": [round(value, 3) for value in survival.tolist()],
+            "tokens_per_round": round(1 + float(survival.sum()), 3),
+        }
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Train until the budget of minutes is spent."""
+    trainer = DrafterTrainer(arguments)
+    log = (arguments.out / "log.jsonl").open("a")
+    budget, last_eval, last_save = arguments.minutes * 60, trainer.seconds, time.perf_counter()
+    smooth = math.nan
+    while trainer.seconds < budget:
+        started = time.perf_counter()
+        progress = trainer.seconds / budget
+        length = next(length for until, length in LENGTHS if progress < until)
+        num_rows = arguments.batch_tokens // length
+        rows = trainer.rollouts.rows(np.random.default_rng(trainer.step), length, num_rows, valid=False)
+        result = trainer.train_step(rows, arguments.anchors // num_rows, learning_rate_scale(progress))
+        trainer.step += 1
+        trainer.seconds += time.perf_counter() - started
+        loss = float(result.losses.total)
+        smooth = loss if math.isnan(smooth) else 0.97 * smooth + 0.03 * loss
+        record = {"step": trainer.step, "s": round(trainer.seconds, 1), "loss": round(loss, 4)}
+        record |= {"smooth": round(smooth, 4), "distance": round(float(result.losses.distance), 4), "length": length}
+        if trainer.seconds - last_eval > 180 or trainer.seconds >= budget:
+            record |= trainer.evaluate()
+            last_eval = trainer.seconds
+        log.write(json.dumps(record) + "\n")
+        log.flush()
+        if time.perf_counter() - last_save > 120:
+            trainer.save()
+            last_save = time.perf_counter()
+    trainer.save()
+
+
+def main() -> None:
+    """Parse the arguments and train."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("rollouts", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--batch-tokens", type=int, default=4096)
+    parser.add_argument("--anchors", type=int, default=512)
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,373 @@
+"""The whole engine around a fake target that keeps real caches; no model code is involved.
+
+The fake reads everything a K3 target reads (latents of the context, recurrent state, conv window), so
+a wrong page, slot, length, order or commit changes the next token.
+"""
+
+import random
+
+import pytest
+import torch
+
+from outrider.batch import ForwardBatch, TargetOutput
+from outrider.cache import PagedLayout, RecurrentLayout
+from outrider.config import CacheConfig, EngineConfig, SchedulerConfig
+from outrider.engine.build import EngineOptions, build_engine, resolve_config
+from outrider.engine.engine import Engine
+from outrider.engine.runner import Runner
+from outrider.errors import ConfigError, EngineFault, RequestError, UnsupportedError
+from outrider.models.protocol import AuxStream, TargetCaches
+from outrider.request import FinishReason, Request, RequestUpdate, SamplingParams
+from outrider.speculative.drafter import NullDrafter
+from outrider.testing.scripted import ScriptedDrafter, garbage, oracle, random_drafts, wrong_at
+
+VOCAB, CHUNK = 31, 4
+CPU = torch.device("cpu")
+
+
+class FakeTarget:
+    vocab_size, hidden_size, num_layers, chunk_multiple = VOCAB, 1, 2, CHUNK
+    aux_layer_ids: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.fail_on: int | None = None  # a token id whose forward raises
+        self.num_forwards = 0
+
+    @property
+    def cache_layouts(self) -> tuple[PagedLayout, RecurrentLayout]:
+        f64 = torch.float64
+        return (
+            PagedLayout(name="latents", num_layers=1, row_shape=(2,), dtype=f64),
+            RecurrentLayout(
+                name="recurrent",
+                num_layers=1,
+                state_shape=(1, 1, 1),
+                state_dtype=f64,
+                conv_shape=(3, 1),
+                conv_dtype=f64,
+            ),
+        )
+
+    def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
+        self.aux_layer_ids = layer_ids
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def head(self, hidden_ND: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def forward(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
+        self.num_forwards += 1
+        token_ids, positions = batch.token_ids_T.tolist(), batch.positions_T.tolist()
+        if self.fail_on in token_ids:
+            raise RuntimeError("device fell off")
+        assert batch.positions_T.shape == batch.slot_mapping_T.shape
+        assert len(set(batch.slot_mapping_T.tolist())) == batch.num_tokens
+        rows_TC = torch.stack([batch.token_ids_T.double(), batch.positions_T.double()], dim=1)
+        caches.latents.write(0, batch.slot_mapping_T, rows_TC)
+        values: dict[int, float] = {}
+        decay = torch.full((1, 1), 0.5, dtype=torch.float64)
+        log = {"u": [], "k": [], "decay": [], "inputs": []}  # type: ignore[var-annotated]
+        for group in (batch.step, batch.chunk):
+            rows = iter(group.rows_T.tolist())
+            for slot, length, start in zip(group.state_slots_S.tolist(), group.lengths, group.starts, strict=True):
+                state = caches.recurrent.state(0)[slot].clone()
+                window = caches.recurrent.conv_window(0)[slot].clone()
+                for offset in range(length):
+                    row = next(rows)
+                    assert positions[row] == start + offset
+                    u = torch.full((1, 1), float(token_ids[row]), dtype=torch.float64)
+                    k = torch.ones((1, 1), dtype=torch.float64)
+                    state = state * decay[:, None] + u[..., None] * k[:, None]
+                    window = torch.cat([window[1:], u])
+                    values[row] = float(state.sum()) * 7 + float((window[:, 0] * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)).sum())
+                    if group is batch.step:
+                        for name, value in (("u", u), ("k", k), ("decay", decay), ("inputs", u[0])):
+                            log[name].append(value)
+                if group is batch.chunk:
+                    caches.recurrent.store(0, torch.tensor([slot]), state[None], window[None])
+        if batch.step.lengths:
+            stacked = {name: torch.stack(items) for name, items in log.items()}
+            caches.recurrent.write_log(0, batch, stacked["u"], stacked["k"], stacked["decay"], stacked["inputs"])
+        logits_NV = torch.zeros((len(batch.logits_rows_N), VOCAB), dtype=torch.float64)
+        for index, row in enumerate(batch.logits_rows_N.tolist()):
+            context = caches.latents.rows(0)[self.context_rows(batch, row)]
+            assert context[:, 1].tolist() == list(range(positions[row] + 1)), "stale or foreign latents"
+            value = values[row] * 1000 + float((context[:, 0] * (context[:, 1] + 3)).sum())
+            logits_NV[index, int(value) % VOCAB] = 1
+        return TargetOutput(logits_NV=logits_NV, aux_hidden_TAD=None)
+
+    @staticmethod
+    def context_rows(batch: ForwardBatch, row: int) -> torch.Tensor:
+        positions = torch.arange(int(batch.context_lens_T[row]))
+        pages = batch.page_table_SP[batch.sequence_T[row]]
+        return pages[positions // batch.page_size] * batch.page_size + positions % batch.page_size
+
+
+def config(**changes: int) -> EngineConfig:
+    values = {"seqs": 4, "max_len": 48, "rows": 16, "prefill": 8, "pages": 40, "drafts": 7} | changes
+    return EngineConfig(
+        cache=CacheConfig(page_size=4, num_pages=values["pages"]),
+        scheduler=SchedulerConfig(
+            max_num_seqs=values["seqs"],
+            max_model_len=values["max_len"],
+            max_step_rows=values["rows"],
+            max_prefill_tokens=values["prefill"],
+            chunk_multiple=CHUNK,
+        ),
+        num_draft_tokens=values["drafts"],
+    )
+
+
+def make(drafter: ScriptedDrafter | None = None, eos: frozenset[int] = frozenset(), **changes: int) -> Engine:
+    changes.setdefault("drafts", drafter.num_draft_tokens if drafter else 0)
+    return build_engine(FakeTarget(), drafter, config(**changes), device=CPU, eos_token_ids=eos)
+
+
+def requests(count: int, seed: int = 0) -> list[Request]:
+    rng = random.Random(seed)
+    return [
+        Request(
+            request_id=f"r{index}",
+            prompt_token_ids=tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 23))),
+            sampling=SamplingParams(max_tokens=rng.choice([None, 1, 2, 9, 17]), stop_token_ids=(rng.randrange(VOCAB),)),
+        )
+        for index in range(count)
+    ]
+
+
+Finished = dict[str, tuple[tuple[int, ...], str, int]]
+
+
+def drive(engine: Engine, asked: list[Request], late: int = 0) -> Finished:
+    """Submit (the last ``late`` ones between steps) and run dry; ids, reason and usage by request."""
+    waiting = list(asked)
+    tokens: dict[str, list[int]] = {request.request_id: [] for request in asked}
+    finished: Finished = {}
+
+    def take(updates: list[RequestUpdate]) -> None:
+        for update in updates:
+            tokens[update.request_id].extend(update.new_token_ids)
+            if update.finish_reason is not None:
+                assert update.usage is not None
+                ids = tuple(tokens[update.request_id])
+                assert len(ids) == update.usage.num_output_tokens
+                finished[update.request_id] = (ids, update.finish_reason.value, len(ids))
+
+    for _ in range(len(waiting) - late):
+        update = engine.submit(waiting.pop(0))
+        take([update] if update else [])
+    while engine.has_work or waiting:
+        if waiting:
+            update = engine.submit(waiting.pop(0))
+            take([update] if update else [])
+        take(engine.step())
+    return finished
+
+
+def streams(asked: list[Request]) -> list[tuple[int, ...]]:
+    """Prompt and continuation beyond any stop, from single-sequence plain decoding."""
+    free = [
+        Request(
+            request_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=SamplingParams(max_tokens=48 - len(request.prompt_token_ids)),
+        )
+        for request in asked
+    ]
+    done = drive(make(seqs=1), free)
+    return [request.prompt_token_ids + done[request.request_id][0] for request in asked]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 2, 7])
+@pytest.mark.parametrize("kind", ["oracle", "wrong-at-0", "wrong-at-3", "garbage", "random"])
+def test_speculation_changes_nothing(kind: str, num_drafts: int) -> None:
+    asked = requests(9)
+    right = oracle(streams(asked))
+    script = {
+        "oracle": right,
+        "wrong-at-0": wrong_at(0, right, VOCAB),
+        "wrong-at-3": wrong_at(3, right, VOCAB),
+        "garbage": garbage(1),
+        "random": random_drafts(right, VOCAB, 0.7, seed=3),
+    }[kind]
+    expected = drive(make(seqs=1), asked)
+    for changes, late in (
+        ({"seqs": 1}, 0),
+        ({"seqs": 4, "pages": 14}, 3),
+        ({"seqs": 8, "rows": 8, "pages": 96, "prefill": 20}, 9),
+    ):
+        drafter = ScriptedDrafter(num_drafts, script)
+        engine = make(drafter, **changes)
+        assert drive(engine, asked, late) == expected
+        assert engine.metrics.num_drafted > 0 or num_drafts == 0
+        if kind == "oracle" and num_drafts:
+            assert engine.metrics.num_accepted == engine.metrics.num_drafted
+        assert len(drafter.occupied_slots) <= changes["seqs"]
+
+
+def test_a_round_beyond_the_row_budget_runs_as_several_steps() -> None:
+    asked = [
+        Request(request_id=f"r{i}", prompt_token_ids=(i + 1,), sampling=SamplingParams(max_tokens=20)) for i in range(4)
+    ]
+    right = oracle(streams(asked))
+    tight = make(ScriptedDrafter(7, right), rows=8)
+    wide = make(ScriptedDrafter(7, right), rows=64)
+    assert drive(tight, asked) == drive(wide, asked)
+    assert wide.metrics.num_steps == wide.metrics.num_rounds
+    assert tight.metrics.num_steps > tight.metrics.num_rounds
+    assert tight.metrics.num_rows == wide.metrics.num_rows
+    assert tight.metrics.accepted_length == wide.metrics.accepted_length > 5
+
+
+def test_a_round_is_split_as_seldom_as_possible() -> None:
+    asked = [
+        Request(request_id=f"r{i}", prompt_token_ids=(i + 1,), sampling=SamplingParams(max_tokens=20)) for i in range(4)
+    ]
+    engine = make(ScriptedDrafter(7, oracle(streams(asked))), rows=16)
+    for request in asked:
+        engine.submit(request)
+    engine.step()
+    assert (engine.metrics.num_steps, engine.metrics.num_rows) == (1, 4)
+    engine.step()
+    assert (engine.metrics.num_steps, engine.metrics.num_rows) == (1 + 2, 4 + 32)
+
+
+def test_oracle_cut_at_every_index_accepts_exactly_that_many() -> None:
+    asked = [Request(request_id="a", prompt_token_ids=(3, 1, 4), sampling=SamplingParams(max_tokens=40))]
+    right = oracle(streams(asked))
+    for cut in range(8):
+        engine = make(ScriptedDrafter(7, wrong_at(cut, right, VOCAB)))
+        engine.submit(asked[0])
+        accepted = [update.num_accepted for _ in range(4) for update in engine.step()]
+        assert accepted == [0, cut, cut, cut]
+
+
+def test_abort_anywhere_leaves_no_residue() -> None:
+    asked = requests(6, seed=5)
+    expected = drive(make(seqs=1), asked)
+    right = oracle(streams(asked))
+    for steps in range(5):
+        drafter = ScriptedDrafter(7, random_drafts(right, VOCAB, 0.8, seed=1))
+        engine = make(drafter, seqs=2)
+        for request in asked[:3]:
+            engine.submit(request)
+        for _ in range(steps):
+            engine.step()
+        for request in asked[:3]:
+            engine.abort(request.request_id)
+            assert engine.abort(request.request_id) is None
+        assert not engine.has_work
+        runner = engine._runner
+        assert isinstance(runner, Runner)
+        runner.caches.latents.poison(range(40))
+        runner.caches.recurrent.poison(range(2))
+        assert drive(engine, asked) == expected
+
+
+def test_a_device_fault_ends_the_touched_requests_only() -> None:
+    target = FakeTarget()
+    engine = build_engine(target, None, config(seqs=1, drafts=0), device=CPU)
+    target.fail_on = 30
+    bad = Request(request_id="bad", prompt_token_ids=(30, 1), sampling=SamplingParams(max_tokens=3))
+    good = Request(request_id="good", prompt_token_ids=(2, 1), sampling=SamplingParams(max_tokens=1))
+    engine.submit(bad)
+    engine.submit(good)
+    (update,) = engine.step()
+    assert (update.request_id, update.finish_reason) == ("bad", FinishReason.ERROR)
+    assert "device fell off" in (update.error or "")
+    (update,) = engine.step()
+    assert (update.request_id, update.finish_reason) == ("good", FinishReason.LENGTH)
+    assert engine.metrics.finished == {"error": 1, "length": 1}
+
+
+def test_logits_that_are_not_finite_end_their_request_only() -> None:
+    class Overflowing(FakeTarget):
+        def forward(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
+            output = super().forward(batch, caches)
+            tokens = batch.token_ids_T[batch.logits_rows_N]
+            return TargetOutput(
+                logits_NV=torch.where(tokens[:, None] == 30, torch.nan, output.logits_NV), aux_hidden_TAD=None
+            )
+
+    engine = build_engine(Overflowing(), None, config(drafts=0), device=CPU)
+    engine.submit(Request(request_id="bad", prompt_token_ids=(2, 30), sampling=SamplingParams(max_tokens=3)))
+    engine.submit(Request(request_id="good", prompt_token_ids=(2, 1), sampling=SamplingParams(max_tokens=1)))
+    bad, good = engine.step()
+    assert (bad.finish_reason, bad.new_token_ids) == (FinishReason.ERROR, ())
+    assert "logits are not finite" in (bad.error or "")
+    assert good.finish_reason is FinishReason.LENGTH
+
+
+def test_a_broken_invariant_stops_the_engine() -> None:
+    class Skipping(ScriptedDrafter):
+        def observe(self, *args: object) -> None:
+            """Loses everything, so the next anchor does not continue."""
+
+    engine = make(Skipping(2, garbage(1)))
+    engine.submit(Request(request_id="a", prompt_token_ids=(1, 2), sampling=SamplingParams()))
+    engine.step()
+    with pytest.raises(EngineFault, match="does not continue"):
+        engine.step()
+    assert not engine.has_work
+    for call in (engine.step, lambda: engine.submit(requests(1)[0])):
+        with pytest.raises(EngineFault, match="the engine has stopped"):
+            call()
+
+
+def test_requests_are_checked_before_they_reach_a_slot() -> None:
+    engine = make()
+    for prompt, sampling, words in (
+        ((), SamplingParams(), "0 tokens"),
+        ((VOCAB,), SamplingParams(), f"contains {VOCAB}"),
+        ((-1,), SamplingParams(), "contains -1"),
+        ((1,), SamplingParams(stop_token_ids=(2**31,)), "stop_token_ids contains"),
+        ((1,) * 49, SamplingParams(), "49 tokens, which exceeds the 48-token context"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            engine.submit(Request(request_id="a", prompt_token_ids=prompt, sampling=sampling))
+    with pytest.raises(UnsupportedError, match="needs a tokenizer"):
+        engine.submit(Request(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(stop=("x",))))
+    assert not engine.has_work
+    update = engine.submit(Request(request_id="a", prompt_token_ids=(1,), sampling=SamplingParams(max_tokens=0)))
+    assert update is not None
+    assert update.finish_reason is FinishReason.LENGTH
+    assert engine.step() == []
+
+
+def test_shutdown_aborts_everything_once() -> None:
+    engine = make()
+    for request in requests(3):
+        engine.submit(request)
+    assert {update.finish_reason for update in engine.shutdown()} == {FinishReason.ABORT}
+    assert engine.shutdown() == []
+    with pytest.raises(EngineFault, match="shutdown"):
+        engine.step()
+
+
+def test_options_resolve_to_final_numbers() -> None:
+    resolved = resolve_config(
+        EngineOptions(max_num_seqs=3, max_model_len=100, page_size=8), drafts_offered=7, chunk_multiple=16
+    )
+    assert resolved.num_draft_tokens == 7
+    assert resolved.cache.num_pages == 3 * 13
+    assert resolved.scheduler.max_step_rows == 3 * 8 + 512
+    with pytest.raises(ConfigError, match="num_draft_tokens=2 exceeds the 0"):
+        Runner(FakeTarget(), NullDrafter(), config(drafts=2), CPU)
+
+
+def test_timings_and_counters_add_up() -> None:
+    asked = requests(5)
+    engine = make(ScriptedDrafter(3, random_drafts(oracle(streams(asked)), VOCAB, 0.6, seed=2)))
+    done = drive(engine, asked)
+    metrics = engine.metrics
+    assert metrics.num_output_tokens == sum(len(ids) for ids, _, _ in done.values())
+    assert metrics.num_prompt_tokens == sum(len(request.prompt_token_ids) for request in asked)
+    assert metrics.num_rows == metrics.num_prompt_tokens + metrics.num_decode_spans + metrics.num_drafted
+    assert sum(metrics.accepted_at.values()) == metrics.num_accepted
+    assert sum(metrics.drafted_at.values()) == metrics.num_drafted
+    assert metrics.accepted_length == pytest.approx(1 + metrics.num_accepted / metrics.num_decode_spans)
+    assert min(metrics.forward_s, metrics.propose_s, metrics.commit_s, metrics.host_s) > 0
+
+
