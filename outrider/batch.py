@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+__all__ = ["DraftBlock", "ForwardBatch", "SpanGroup", "TargetOutput", "VerifyResult"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanGroup:

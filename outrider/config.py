@@ -7,7 +7,6 @@ from outrider.errors import ConfigError
 __all__ = [
     "CacheConfig",
     "EngineConfig",
-    "RuntimeConfig",
     "SchedulerConfig",
     "resolve_num_draft_tokens",
 ]
@@ -50,18 +49,6 @@ class SchedulerConfig:
                     f"{name}={value} is below the prefill chunk of {self.chunk_multiple} tokens, "
                     f"so a long prompt could never advance; raise {name}"
                 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RuntimeConfig:
-    """Where and in which precision the engine computes."""
-
-    dtype: str  # "float64" | "float32" | "bfloat16"
-    device: str
-
-    def __post_init__(self) -> None:
-        if self.dtype not in ("float64", "float32", "bfloat16"):
-            raise ConfigError(f"dtype={self.dtype!r} is unknown; use float64, float32 or bfloat16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,6 @@ __all__ = ["trace_range"]
 
 def trace_range(name: str) -> AbstractContextManager[object]:
     """A range called ``name`` around the ``with`` body; does nothing unless a profiler is recording."""
-    if torch.autograd._profiler_enabled():
+    if torch._C._autograd._profiler_enabled():
         return profiler.record_function(name)
     return nullcontext()

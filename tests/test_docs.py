@@ -18,9 +18,7 @@ RUN_BLOCK = re.compile(r"```console run\n(.*?)```", re.DOTALL)
 @pytest.mark.parametrize("name", NAMES)
 def test_links_lead_somewhere(name: str) -> None:
     page = ROOT / name
-    broken = [
-        link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()
-    ]
+    broken = [link for link in LINK.findall(page.read_text(encoding="utf-8")) if not (page.parent / link).exists()]
     assert not broken
 
 

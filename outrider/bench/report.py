@@ -23,9 +23,11 @@ def cell_table(cells: Sequence[CellSummary]) -> Table:
     """One row per cell and arm; the ratio stands in the row of the speculative arm."""
     table = Table(title="Speculation off and on, same prompts, same tokens", title_justify="left")
     for heading in ("cell", "arm"):
-        table.add_column(heading)
-    for heading in ("TPOT mean ms", "TPOT median ms", "steady tok/s", "tokens/round", "ratio (95 %)", "same bytes"):
-        table.add_column(heading, justify="right")
+        table.add_column(heading, no_wrap=True)
+    table.add_column("TPOT ms\nmean", justify="right")
+    table.add_column("\nmedian", justify="right")
+    for heading in ("steady\ntok/s", "tokens/\nround", "ratio\n(95 %)", "same\nbytes"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for cell in cells:
         for name, arm in cell.arms.items():
             is_spec = name == "spec"

@@ -1,6 +1,6 @@
 """Device state: paged latents and recurrent seats, behind one commit."""
 
-from outrider.cache.cache_set import CacheBudget, CacheSet, pages_within
+from outrider.cache.cache_set import CacheBudget, CacheSet
 from outrider.cache.layout import CacheLayout, PagedLayout, RecurrentLayout
 from outrider.cache.paged import LatentCache
 from outrider.cache.recurrent import RecurrentCache
@@ -13,5 +13,4 @@ __all__ = [
     "PagedLayout",
     "RecurrentCache",
     "RecurrentLayout",
-    "pages_within",
 ]

@@ -9,9 +9,9 @@ from outrider.batch import ForwardBatch
 from outrider.cache.layout import CacheLayout, PagedLayout, RecurrentLayout
 from outrider.cache.paged import LatentCache
 from outrider.cache.recurrent import RecurrentCache
-from outrider.errors import CapacityError, ConfigError
+from outrider.errors import ConfigError
 
-__all__ = ["CacheBudget", "CacheSet", "pages_within"]
+__all__ = ["CacheBudget", "CacheSet"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,21 +70,6 @@ class CacheSet:
     def reset(self, slots: Sequence[int]) -> None:
         """Prepare slots for a new sequence. Pages need nothing: they are written before being read."""
         self.recurrent.reset(slots)
-
-
-def pages_within(num_bytes: int, page_size: int, bytes_per_token: int) -> int:
-    """Pages that fit in ``num_bytes``; ``bytes_per_token`` counts the target and the drafter.
-
-    Raises:
-        CapacityError: not even one page fits.
-    """
-    num_pages = num_bytes // (page_size * bytes_per_token)
-    if num_pages < 1:
-        raise CapacityError(
-            f"a cache budget of {num_bytes} bytes holds no page of {page_size * bytes_per_token} bytes; "
-            "raise the budget or lower page_size"
-        )
-    return num_pages
 
 
 def _build_latents(layout: PagedLayout, budget: CacheBudget, device: torch.device) -> LatentCache:

@@ -33,6 +33,7 @@ def _comma_separated(kind: type[int] | type[str], metavar: str) -> PrimitiveCons
 Ints = Annotated[tuple[int, ...], _comma_separated(int, "1,2,3")]
 Names = Annotated[tuple[str, ...], _comma_separated(str, "a,b")]
 Dtype = Literal["auto", "float64", "float32", "bfloat16"]
+Experts = Literal["unpacked", "packed"]
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 
 
@@ -60,6 +61,8 @@ class Generate:
     """Number format of the model; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
+    experts: Experts = "unpacked"
+    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
     threads: int = 0
     """CPU threads; 0 = PyTorch's default."""
 
@@ -110,6 +113,8 @@ class BenchAb:
     """Number format of the models; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
+    experts: Experts = "unpacked"
+    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
     json: str = ""
     """File for the results."""
     record: bool = False
@@ -140,6 +145,8 @@ class Logits:
     """Number format of the model; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
+    experts: Experts = "unpacked"
+    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
     threads: int = 0
     """CPU threads; 0 = PyTorch's default."""
 

@@ -1,0 +1,1 @@
+"""The loop that serves requests: rounds, batches, metrics, and offline use."""

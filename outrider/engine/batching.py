@@ -83,7 +83,7 @@ def upload(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor,
     flat = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.int64)
     if device.type == "cuda":
         flat = flat.pin_memory().to(device, non_blocking=True)
-    return flat.split([len(column) for column in columns])
+    return torch.split(flat, [len(column) for column in columns])
 
 
 def build_batch(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> ForwardBatch:

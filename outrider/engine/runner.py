@@ -1,6 +1,7 @@
 """Owns the device side of one engine: models, caches, page table; turns a plan into a result."""
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -9,10 +10,11 @@ from outrider.config import EngineConfig
 from outrider.engine.batching import PageTable
 from outrider.engine.round import RoundParts, run_round
 from outrider.errors import ConfigError
-from outrider.models.protocol import TargetModel
+from outrider.models.protocol import AuxStream, TargetModel
 from outrider.plan import StepPlan, StepResult
 from outrider.scheduling.admission import num_pages_for
 from outrider.speculative.drafter import Drafter
+from outrider.trace import trace_range
 
 __all__ = ["Runner"]
 
@@ -36,7 +38,7 @@ class Runner:
                 f"num_draft_tokens={config.num_draft_tokens} exceeds the {drafter.num_draft_tokens} that the "
                 "drafter proposes; lower it"
             )
-        target.set_aux_layers(drafter.aux_layer_ids, drafter.aux_hidden_stream)
+        target.set_aux_layers(drafter.aux_layer_ids, cast(AuxStream, drafter.aux_hidden_stream))
         self._caches = CacheSet.build(
             target.cache_layouts,
             CacheBudget(
@@ -76,9 +78,10 @@ class Runner:
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Release, seat and run; an empty plan only releases."""
-        self._release(plan.released_slots)
-        self._seat(plan)
-        return run_round(self._parts, plan)
+        with trace_range("round"):
+            self._release(plan.released_slots)
+            self._seat(plan)
+            return run_round(self._parts, plan)
 
     def _release(self, slots: Sequence[int]) -> None:
         for slot in slots:

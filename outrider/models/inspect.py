@@ -159,9 +159,9 @@ def describe(path: str | Path) -> Inspection:
     if has_weights:
         with CheckpointReader(directory) as reader:
             packed = holds_packed_experts(config, reader)
-            plan = assignments(config, reader, on_disk_packed=packed, keep_packed=False)
+            plan = tuple(assignments(config, reader, on_disk_packed=packed, keep_packed=False))
             check_names(reader, plan, SKIPPED_PREFIXES)
-            sources = [source for item in plan for source in item.sources]
+            sources = (source for item in plan for source in item.sources)
             kinds = _count(config, ((source, reader.entry(source.name).num_bytes) for source in sources))
     else:
         packed = config.moe is not None and config.moe.quantized

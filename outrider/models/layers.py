@@ -52,7 +52,7 @@ class IslandParameter(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         kept = self.weight.detach()
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        super()._apply(fn, recurse)
         if self.weight.dtype.itemsize < torch.float32.itemsize:
             self.weight = nn.Parameter(kept.to(device=self.weight.device), requires_grad=False)
         return self

@@ -47,6 +47,16 @@ class TargetModel(Protocol):
         """What the caches must hold for this model."""
         ...
 
+    @property
+    def embedding(self) -> torch.Tensor:
+        """Embedding table ``[V, D]``, which drafter checkpoints may copy."""
+        ...
+
+    @property
+    def lm_head(self) -> torch.Tensor:
+        """Output head ``[V, D]``, which drafter checkpoints may copy."""
+        ...
+
     def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
         """Choose the taps of ``TargetOutput.aux_hidden_TAD``; an empty tuple turns them off."""
         ...

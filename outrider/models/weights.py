@@ -27,6 +27,7 @@ __all__ = [
     "Assignment",
     "CheckpointReader",
     "SourceTensor",
+    "check_coverage",
     "check_names",
     "direct_assignments",
     "fill_parameters",
@@ -123,7 +124,8 @@ class Assignment:
 
     ``rows`` is a half-open range over the parameter flattened to two dimensions (all leading
     dimensions together; the elements of a 1-d parameter); None is the whole parameter. ``convert``
-    gets the source tensors in order and returns a tensor with as many elements as the rows hold.
+    gets the source tensors in order and returns a tensor with as many elements as the rows hold; it
+    may raise CheckpointError, to which the tensor names are added.
     """
 
     sources: tuple[SourceTensor, ...]
@@ -170,8 +172,12 @@ def _num_rows(tensor: torch.Tensor) -> int:
     return math.prod(tensor.shape[:-1]) if tensor.dim() >= 2 else tensor.numel()
 
 
-def _check_coverage(tensors: Mapping[str, torch.Tensor], assignments: Iterable[Assignment]) -> None:
-    """Every row of every parameter is assigned exactly once."""
+def check_coverage(tensors: Mapping[str, torch.Tensor], assignments: Iterable[Assignment]) -> None:
+    """Check that every row of every parameter is assigned exactly once; values are not read.
+
+    Raises:
+        CheckpointError: a parameter is unknown, filled twice, or not filled completely.
+    """
     ranges: dict[str, list[tuple[int, int, str]]] = {name: [] for name in tensors}
     for item in assignments:
         source = item.sources[0].name
@@ -240,6 +246,16 @@ def _by_file(reader: CheckpointReader, assignments: Sequence[Assignment]) -> Ite
     yield from sorted(assignments, key=lambda item: order[item.sources[0].name])
 
 
+def _converted(reader: CheckpointReader, item: Assignment) -> torch.Tensor:
+    """Load and convert the sources of one assignment; errors of the conversion get the tensor's name."""
+    tensors = tuple(reader.load(source.name) for source in item.sources)
+    try:
+        return item.convert(tensors)
+    except CheckpointError as error:
+        names = " and ".join(repr(source.name) for source in item.sources)
+        raise CheckpointError(f"tensor {names}: {error}") from error
+
+
 @torch.no_grad()
 def fill_parameters(
     reader: CheckpointReader,
@@ -265,14 +281,14 @@ def fill_parameters(
         CheckpointError: names the tensor or parameter, expected and found.
     """
     tensors = _destination_tensors(destination)
-    _check_coverage(tensors, assignments)
+    check_coverage(tensors, assignments)
     check_names(reader, assignments, skipped_prefixes)
     total = sum(reader.entry(source.name).num_bytes for item in assignments for source in item.sources)
     done = 0
     for item in _by_file(reader, assignments):
         rows = _flat_rows(tensors[item.parameter].detach())
         begin, end = item.rows if item.rows is not None else (0, rows.shape[0])
-        value = item.convert(tuple(reader.load(source.name) for source in item.sources))
+        value = _converted(reader, item)
         target = rows[begin:end]
         if value.numel() != target.numel():
             raise CheckpointError(

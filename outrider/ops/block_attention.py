@@ -65,9 +65,8 @@ def block_attention(
         if mask.window is not None:
             distance = num_keys_B[:, None, None, None] + row_Q[:, None] - position_YN[:, None, :]
             visible_BYQN = visible_BYQN & (distance < mask.window)
-        hidden = ~exists[..., None]
-        context_K = _context_tiles(context_keys_RJK, keys, first, last, island).masked_fill_(hidden, 0.0)
-        context_V = _context_tiles(context_values_RJK, keys, first, last, island).masked_fill_(hidden, 0.0)
+        context_K = _context_tiles(context_keys_RJK, keys, first, last, island)
+        context_V = _context_tiles(context_values_RJK, keys, first, last, island)
         return context_K, context_V, visible_BYQN
 
     panel = tiles_per_panel(q_BQK.shape[0] * max(q_BQK.shape[1], KEY_TILE) * width)

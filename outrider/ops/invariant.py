@@ -3,11 +3,11 @@
 Two effects of the CPU library break that, both measured on x86 with torch 2.13:
 
 * a matrix product with few rows takes another kernel (float32 below 16 rows, float64 below 4), and
-  a single large product is split over threads along its inner dimension;
+  fewer large products than threads are split along their inner dimension;
 * ``sigmoid`` in float32 treats the last elements of a contiguous run with other instructions than
   the rest, and every strided tensor too.
 
-So products run on row counts that are multiples of 16 and never as a lone large matrix, and
+So products run on row counts that are multiples of 16 and never as fewer large matrices than threads, and
 non-linear functions run on contiguous runs of whole vectors, below the size at which torch splits
 work over threads.
 
@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 LANES = 64  # covers two vectors of the widest unit (2 x 16 float32)
 ROW_TILE = 16  # smallest row count from which float32 and float64 products stop depending on it
-LONE_INNER_LIMIT = 256  # a lone product with a longer inner dimension may be split over threads
+SPLIT_INNER_LIMIT = 256  # fewer matrices than threads are split along a longer inner dimension
 # torch runs element-wise work serially below 32768 elements; the largest multiple of LANES under it
 SERIAL_ELEMENTS = 32704
 
@@ -92,10 +92,16 @@ def softplus(x: torch.Tensor) -> torch.Tensor:
 
 def batch_matmul(a_BRC: torch.Tensor, b_BCN: torch.Tensor) -> torch.Tensor:
     """``torch.bmm`` whose matrices do not depend on how many there are; R, C, N must be fixed."""
-    lone = a_BRC.shape[0] == 1 and a_BRC.shape[2] > LONE_INNER_LIMIT and a_BRC.dtype != torch.bfloat16
-    if lone and not a_BRC.is_cuda:
-        return torch.bmm(a_BRC.expand(2, -1, -1), b_BCN.expand(2, -1, -1))[:1]
-    return torch.bmm(a_BRC, b_BCN)
+    num_matrices, inner = a_BRC.shape[0], a_BRC.shape[2]
+    if a_BRC.is_cuda or a_BRC.dtype == torch.bfloat16 or inner <= SPLIT_INNER_LIMIT or num_matrices == 0:
+        return torch.bmm(a_BRC, b_BCN)
+    copies = -(-torch.get_num_threads() // num_matrices)
+    if copies == 1:
+        return torch.bmm(a_BRC, b_BCN)
+    # Idle threads compute the same matrices again, instead of half of an inner sum each.
+    if num_matrices == 1:
+        return torch.bmm(a_BRC.expand(copies, -1, -1), b_BCN.expand(copies, -1, -1))[:1]
+    return torch.bmm(a_BRC.repeat(copies, 1, 1), b_BCN.repeat(copies, 1, 1))[:num_matrices]
 
 
 def tile_bmm(a_BRC: torch.Tensor, b_BCN: torch.Tensor) -> torch.Tensor:

@@ -190,3 +190,28 @@ def routed_experts_reference(
             total_L = total_L + routing.weights_TX[row, x] * (down_LI @ hidden_I).to(island)
         rows.append(total_L)
     return torch.stack(rows).to(x_TL.dtype)
+
+
+def probe_expert_invariance(num_experts: int, width: int, inner: int, dtype: torch.dtype) -> bool:
+    """Whether all forms give each of 1..16 rows the same bits on this process, machine and thread count.
+
+    bfloat16 products run on as many rows as there are, so this is worth a check at start-up, with a few
+    seeded random experts of the real size.
+    """
+    generator = torch.Generator().manual_seed(2)
+    stack = min(num_experts, 4)
+    experts = StackedExperts(
+        gate_up_EJL=torch.randn(stack, 2 * inner, width, generator=generator).to(dtype),
+        down_ELI=torch.randn(stack, width, inner, generator=generator).to(dtype),
+    )
+    x_TL = torch.randn(BATCHED_MAX_ROWS, width, generator=generator).to(dtype)
+    ids_TX = torch.arange(stack).expand(BATCHED_MAX_ROWS, stack)
+    routing = Routing(expert_ids_TX=ids_TX, weights_TX=torch.ones(ids_TX.shape, dtype=island_dtype(dtype)))
+    silu = Activation(name="silu")
+    expected_TL = routed_experts_loop(x_TL, routing, experts, silu)
+    for num_rows in (1, 2, 3, 4, 7, 8, 12, 16):
+        part = Routing(expert_ids_TX=ids_TX[:num_rows], weights_TX=routing.weights_TX[:num_rows])
+        for function in (routed_experts_loop, routed_experts_batched):
+            if not torch.equal(function(x_TL[:num_rows], part, experts, silu), expected_TL[:num_rows]):
+                return False
+    return True

@@ -13,6 +13,7 @@ from outrider.errors import CheckpointError
 GROUP = 32  # inputs that share a scale
 SCALE_BIAS = 127
 SCALE_NAN = 255
+SUBNORMAL_SCALE_BITS = 1 << 22  # float32 bits of 2^-127, scale code 0
 MAX_EXPONENT = 2  # of the largest code: 6 = 1.5 * 2^2
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
@@ -58,10 +59,13 @@ def decode_mxfp4(packed_OB: torch.Tensor, scale_OG: torch.Tensor, dtype: torch.d
     """
     table = torch.tensor(E2M1, dtype=torch.float32, device=packed_OB.device)
     values = _grouped(table[unpack_nibbles(packed_OB).to(torch.int32)])
-    scale = torch.ldexp(
-        torch.ones((), dtype=torch.float32, device=packed_OB.device), scale_OG.to(torch.int32) - SCALE_BIAS
-    )
-    return (values * scale[..., None]).flatten(-2).to(dtype)
+    return (values * _scale_values(scale_OG)[..., None]).flatten(-2).to(dtype)
+
+
+def _scale_values(scale_OG: torch.Tensor) -> torch.Tensor:
+    """``2^(code - 127)`` in float32, built from its bits: a power function need not be exact."""
+    exponent_field = scale_OG.to(torch.int32) << 23
+    return torch.where(scale_OG == 0, SUBNORMAL_SCALE_BITS, exponent_field).view(torch.float32)
 
 
 def encode_mxfp4(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -84,7 +88,8 @@ def encode_mxfp4(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     exponent = torch.frexp(amax).exponent.to(torch.int32) - 1 - MAX_EXPONENT
     # An all-zero group has no exponent: any scale decodes to zero, take 1.
     exponent = torch.where(amax > 0, exponent, 0).clamp(-SCALE_BIAS, SCALE_NAN - 1 - SCALE_BIAS)
-    scaled = torch.ldexp(grouped, -exponent[..., None])
+    scale_OG = (exponent + SCALE_BIAS).to(torch.uint8)
+    scaled = grouped / _scale_values(scale_OG).double()[..., None]
     magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float64, device=weight_OI.device)
     midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
     size = scaled.abs()
@@ -93,7 +98,7 @@ def encode_mxfp4(weight_OI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     code = lower + (is_tie & (lower % 2 == 1)).to(lower.dtype)
     signed = code + torch.where(torch.signbit(scaled), 8, 0)
     packed = pack_nibbles(signed.flatten(-2).to(torch.uint8))
-    return packed, (exponent + SCALE_BIAS).to(torch.uint8)
+    return packed, scale_OG
 
 
 def round_trip_mxfp4(weight_OI: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ class YarnScaling:
     attention_factor: float | None = None  # None: derived from factor and the two mscales
     mscale: float | None = None
     mscale_all_dim: float | None = None
+    truncate: bool = True  # round the ends of the ramp outwards to whole dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +57,10 @@ def rotary_frequencies(rotary_dim: int, theta: float, scaling: YarnScaling | Non
         turns = scaling.original_max_positions / (num_rotations * 2 * math.pi)
         return rotary_dim * math.log(turns) / (2 * math.log(theta))
 
-    low = max(math.floor(dim_of(scaling.beta_fast)), 0)
-    high = min(math.ceil(dim_of(scaling.beta_slow)), rotary_dim - 1)
+    low, high = dim_of(scaling.beta_fast), dim_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
     span = high - low if high != low else 0.001  # transformers' guard against a zero-width ramp
     ramp_F = ((torch.arange(rotary_dim // 2, dtype=torch.float64) - low) / span).clamp(0.0, 1.0)
     mixed_F = plain_F * (1.0 - ramp_F) + plain_F / scaling.factor * ramp_F

@@ -6,7 +6,7 @@ scrambled order, so nothing may depend on page ids.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -26,36 +26,39 @@ class Span:
     is_prompt: bool  # prompt rows commit themselves; step rows wait for ``Driver.commit``
 
 
-@dataclass(slots=True, kw_only=True)
 class Driver:
-    """Caches, page tables and committed lengths of a few sequences, one slot each."""
+    """Caches, page tables and committed lengths of a few sequences, one slot each.
 
-    model: TargetModel
-    num_slots: int = 4
-    page_size: int = 4
-    max_tokens: int = 64  # per sequence
-    max_step_rows: int = 64
-    caches: CacheSet = field(init=False)
-    pages: torch.Tensor = field(init=False)  # [slot, page]
-    lengths: list[int] = field(init=False)
+    Args:
+        model: Any target.
+        num_slots: Sequences at once.
+        page_size: Tokens per page.
+        max_tokens: Longest sequence.
+        max_step_rows: Most step rows of one batch.
+    """
 
-    def __post_init__(self) -> None:
-        per_slot = -(-self.max_tokens // self.page_size)
-        num_pages = self.num_slots * per_slot
-        budget = CacheBudget(
-            num_pages=num_pages,
-            page_size=self.page_size,
-            num_slots=self.num_slots,
-            max_step_rows=self.max_step_rows,
-        )
-        self.caches = CacheSet.build(self.model.cache_layouts, budget, torch.device("cpu"))
+    def __init__(
+        self,
+        *,
+        model: TargetModel,
+        num_slots: int = 4,
+        page_size: int = 4,
+        max_tokens: int = 64,
+        max_step_rows: int = 64,
+    ) -> None:
+        self.model, self.num_slots, self.page_size = model, num_slots, page_size
+        per_slot = -(-max_tokens // page_size)
+        num_pages = num_slots * per_slot
+        budget = CacheBudget(num_pages=num_pages, page_size=page_size, num_slots=num_slots, max_step_rows=max_step_rows)
+        self.caches = CacheSet.build(model.cache_layouts, budget, torch.device("cpu"))
         # Whatever was there before must not matter: poison everything, then reset the seats.
         self.caches.latents.poison(range(num_pages))
-        self.caches.recurrent.poison(range(self.num_slots))
-        self.caches.reset(range(self.num_slots))
+        self.caches.recurrent.poison(range(num_slots))
+        self.caches.reset(range(num_slots))
         scrambled = torch.randperm(num_pages, generator=torch.Generator().manual_seed(num_pages))
-        self.pages = scrambled.view(self.num_slots, per_slot)
-        self.lengths = [0] * self.num_slots
+        self.pages = scrambled.view(num_slots, per_slot)  # [slot, page]
+        self.lengths = [0] * num_slots  # committed tokens
+        self._last_batch: ForwardBatch | None = None
 
     def forward(self, spans: Sequence[Span], *, all_logits: bool = True) -> TargetOutput:
         """Run one batch; logits of every row, in span order, unless ``all_logits`` is off (then none)."""
@@ -64,15 +67,14 @@ class Driver:
         for span in spans:
             if span.is_prompt:
                 self.lengths[span.slot] += len(span.token_ids)
-        self._last = batch
+        self._last_batch = batch
         return output
-
-    _last: ForwardBatch = field(init=False)
 
     def commit(self, num_committed: Sequence[int]) -> None:
         """Fold the step rows of the last batch; one count per step span."""
-        self.caches.commit(self._last, torch.tensor(list(num_committed), dtype=torch.int64))
-        slots = self._last.step.state_slots_S.tolist()
+        assert self._last_batch is not None, "commit follows a forward"
+        self.caches.commit(self._last_batch, torch.tensor(list(num_committed), dtype=torch.int64))
+        slots = self._last_batch.step.state_slots_S.tolist()
         for slot, count in zip(slots, num_committed, strict=True):
             self.lengths[slot] += count
 

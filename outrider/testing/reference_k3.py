@@ -43,6 +43,7 @@ class _Weights:
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = {name.removeprefix("language_model."): value for name, value in tensors.items()}
+        self._decoded: dict[str, torch.Tensor] = {}
 
     def has(self, name: str) -> bool:
         return name in self._tensors
@@ -54,16 +55,19 @@ class _Weights:
         """Matrix ``name.weight`` or its packed form (section 7.3)."""
         if self.has(f"{name}.weight"):
             return self.get(f"{name}.weight")
+        if name not in self._decoded:
+            self._decoded[name] = self._decode(name)
+        return self._decoded[name]
+
+    def _decode(self, name: str) -> torch.Tensor:
         packed = self._tensors[f"{name}.weight_packed"]
         scale = self._tensors[f"{name}.weight_scale"]
-        rows, half = packed.shape
-        out = torch.zeros(rows, 2 * half, dtype=torch.float64)
         table = torch.tensor(E2M1, dtype=torch.float64)
-        for column in range(2 * half):
-            byte = packed[:, column // 2].to(torch.int64)
-            nibble = byte & 15 if column % 2 == 0 else byte >> 4
-            exponent = scale[:, column // 32].to(torch.float64) - 127
-            out[:, column] = table[nibble] * torch.pow(torch.tensor(2.0, dtype=torch.float64), exponent)
+        out = torch.zeros(packed.shape[0], 2 * packed.shape[1], dtype=torch.float64)
+        out[:, 0::2] = table[(packed & 15).to(torch.int64)]  # low nibble: even column
+        out[:, 1::2] = table[(packed >> 4).to(torch.int64)]
+        two = torch.tensor(2.0, dtype=torch.float64)
+        out *= torch.pow(two, scale.to(torch.float64) - 127).repeat_interleave(32, dim=1)
         return out
 
 

@@ -47,7 +47,8 @@ class ScriptedDrafter:
             assert len(drafts) == self.num_draft_tokens, f"{len(drafts)} drafts of {self.num_draft_tokens}"
             rows.append(list(drafts))
         self.num_proposed += len(rows)
-        return DraftBlock(token_ids_SG=torch.tensor(rows, dtype=torch.int64), confidence_SG=None)
+        token_ids_SG = torch.tensor(rows, dtype=torch.int64, device=anchors.token_ids_S.device)
+        return DraftBlock(token_ids_SG=token_ids_SG, confidence_SG=None)
 
     def observe(self, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
         """Append the committed tokens."""

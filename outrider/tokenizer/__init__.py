@@ -4,7 +4,8 @@ Nothing in this package imports torch, and no file of a checkpoint is ever execu
 """
 
 from outrider.tokenizer.base import Tokenizer
+from outrider.tokenizer.chat import answer_stop_ids
 from outrider.tokenizer.detokenizer import IncrementalDetokenizer
 from outrider.tokenizer.load import load_tokenizer
 
-__all__ = ["IncrementalDetokenizer", "Tokenizer", "load_tokenizer"]
+__all__ = ["IncrementalDetokenizer", "Tokenizer", "answer_stop_ids", "load_tokenizer"]

@@ -10,7 +10,7 @@ from outrider.errors import RequestError, UnsupportedError
 from outrider.tokenizer.base import Tokenizer
 from outrider.tokenizer.messages import ChatMessage, ToolCall, parse_messages
 
-__all__ = ["render_k3_chat"]
+__all__ = ["answer_stop_ids", "render_k3_chat"]
 
 OPEN = "<|open|>"
 CLOSE = "<|close|>"
@@ -67,6 +67,15 @@ def render_k3_chat(
         writer.open_tag("message", (("role", "assistant"),))
         writer.open_tag("think" if thinking else "response")
     return writer.token_ids
+
+
+def answer_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Ids that end an answer to a prompt rendered without thinking.
+
+    Such an answer is the rest of the response channel, which the next `<|close|>` ends; what follows
+    it only closes the message.
+    """
+    return (tokenizer.special_token_id(CLOSE),)
 
 
 class _SegmentWriter:

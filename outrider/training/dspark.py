@@ -54,7 +54,7 @@ class DrafterOutput:
 
 
 def rotary(positions: torch.Tensor, head_dim: int, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [..., K] of half-split rotary embedding at integer positions [...]."""
+    """Cos and sin [..., K] of half-split rotary embedding at integer positions [...]."""
     frequencies = theta ** (-torch.arange(0, head_dim, 2).float() / head_dim)
     angles = positions.unsqueeze(-1).float() * frequencies
     angles = torch.cat((angles, angles), -1)

@@ -59,16 +59,12 @@ def _quantization_config() -> dict[str, Any]:
         "format": "mxfp4-pack-quantized",
         "quantization_status": "compressed",
         "kv_cache_scheme": None,
-        "config_groups": {
-            "group_0": {"targets": ["Linear"], "input_activations": None, "weights": weights}
-        },
+        "config_groups": {"group_0": {"targets": ["Linear"], "input_activations": None, "weights": weights}},
         "ignore": list(ignore),
     }
 
 
-def target_config(
-    config: TrainConfig, *, max_positions: int, special_ids: Mapping[str, int]
-) -> dict[str, Any]:
+def target_config(config: TrainConfig, *, max_positions: int, special_ids: Mapping[str, int]) -> dict[str, Any]:
     """``config.json`` of a trained target; ``special_ids`` holds bos, eos and pad."""
     text = {
         "architectures": ["KimiLinearForCausalLM"],
@@ -167,9 +163,7 @@ def _stored(name: str, value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.float32 if name.endswith(FP32_ENDINGS) else torch.bfloat16).contiguous()
 
 
-def write_target(
-    model: KimiK3ForTraining, out: Path, *, max_positions: int, special_ids: Mapping[str, int]
-) -> None:
+def write_target(model: KimiK3ForTraining, out: Path, *, max_positions: int, special_ids: Mapping[str, int]) -> None:
     """Write ``config.json``, ``generation_config.json``, one shard and its index."""
     out.mkdir(parents=True, exist_ok=True)
     config = target_config(model.config, max_positions=max_positions, special_ids=special_ids)
@@ -179,7 +173,7 @@ def write_target(
     shard = "model-00001-of-00001.safetensors"
     save_file(tensors, out / shard, metadata={"format": "pt"})
     total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": {name: shard for name in sorted(tensors)}}
+    index = {"metadata": {"total_size": total}, "weight_map": dict.fromkeys(sorted(tensors), shard)}
     _write_json(out / "model.safetensors.index.json", index)
 
 
@@ -232,9 +226,7 @@ def drafter_config(
     }
 
 
-def write_drafter(
-    model: DSparkForTraining, draft_ids: torch.Tensor, out: Path, *, config: Mapping[str, Any]
-) -> None:
+def write_drafter(model: DSparkForTraining, draft_ids: torch.Tensor, out: Path, *, config: Mapping[str, Any]) -> None:
     """Write ``config.json`` and ``model.safetensors`` with the vocabulary maps.
 
     ``draft_ids`` int64 [V_draft], ascending target ids: draft id d stands for ``draft_ids[d]``.

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 # One compiled form per shape and grad mode; the default limit of 8 would fall back to eager.
 torch._dynamo.config.recompile_limit = 64
 
+
 @torch.compile(dynamic=False)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm over the last dim, fp32."""
@@ -17,9 +18,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @torch.compile(dynamic=False)
-def attention_residual_mix(
-    values: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
+def attention_residual_mix(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Softmax mixture over the leading candidate dim (section 4.2): [n, B, T, D] -> [B, T, D]."""
     scores = (values * weight).sum(-1) * torch.rsqrt(values.square().mean(-1) + eps)
     return (values * torch.softmax(scores, 0).unsqueeze(-1)).sum(0)

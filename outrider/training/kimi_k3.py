@@ -80,6 +80,10 @@ class Norm(nn.Module):
         return rms_norm(x.reshape(-1, x.shape[-1]), self.weight, self.eps).view(x.shape)
 
 
+COPY_GAIN = 3.0  # of a seeded copy head's output projection
+TIED_HEAD_SCALE = 0.06  # of the head's start, as a multiple of the embedding
+
+
 class KdaAttention(nn.Module):
     """Kimi Delta Attention over whole sequences, chunkwise (section 5.7)."""
 
@@ -92,7 +96,7 @@ class KdaAttention(nn.Module):
         self.lower_bound, self.eps = config.gate_lower_bound, config.rms_eps
         self.q_proj, self.k_proj, self.v_proj = (linear(width, inner) for _ in range(3))
         self.g_proj = linear(width, inner)
-        self.f_a_proj, self.f_b_proj = linear(width, self.head_dim), linear(self.head_dim, inner)
+        self.f_a_proj, self.f_b_proj = linear(width, self.head_dim), linear(self.head_dim, inner, 0.1)
         self.b_proj = linear(width, self.heads)
         self.o_proj = linear(inner, width, 0.5)
         for name in ("q_conv1d", "k_conv1d", "v_conv1d"):
@@ -126,6 +130,39 @@ class KdaAttention(nn.Module):
         out = chunked_delta_rule(q, k, v, log_decay, beta.view(heads[:3]), self.chunk)
         out = gated_norm(out.reshape(rows), self.o_norm.weight, self.g_proj(x).view(rows), self.eps)
         return self.o_proj(out.reshape(x.shape[0], length, -1))
+
+
+@torch.no_grad()
+def seed_copy_heads(layer: KdaAttention, heads: Sequence[int]) -> None:
+    """Start ``heads`` as induction heads that write what they read.
+
+    Keys are the previous token's queries, so ``S^T q_t`` holds the value that followed earlier
+    occurrences of token t; values go in and come out through the same orthonormal directions; the
+    memory is long. From a random start a few million tokens do not find any of this: early
+    training learns to forget fast, and then nothing is left to copy from.
+    """
+    for head in heads:
+        rows = slice(head * layer.head_dim, (head + 1) * layer.head_dim)
+        layer.k_proj.weight[rows] = layer.q_proj.weight[rows]
+        taps_of = ((layer.q_conv1d_weight, -1), (layer.k_conv1d_weight, -2), (layer.v_conv1d_weight, -1))
+        for taps, position in taps_of:
+            taps[rows] = 0.0
+            taps[rows, :, position] = 1.0
+        directions = nn.init.orthogonal_(torch.empty(layer.head_dim, layer.v_proj.weight.shape[1]))
+        layer.v_proj.weight[rows] = directions
+        layer.o_proj.weight[:, rows] = COPY_GAIN * directions.T
+        layer.dt_bias[rows] = torch.linspace(-12.0, -6.5, layer.head_dim)
+
+
+@torch.no_grad()
+def seed_previous_token_head(layer: KdaAttention, head: int) -> None:
+    """Start ``head`` as a previous-token head: it reads back the value just written, one late."""
+    rows = slice(head * layer.head_dim, (head + 1) * layer.head_dim)
+    layer.k_proj.weight[rows] = layer.q_proj.weight[rows]
+    taps_of = ((layer.q_conv1d_weight, -1), (layer.k_conv1d_weight, -1), (layer.v_conv1d_weight, -2))
+    for taps, position in taps_of:
+        taps[rows] = 0.0
+        taps[rows, :, position] = 1.0
 
 
 def to_chunks(x: torch.Tensor, chunk: int) -> torch.Tensor:
@@ -169,9 +206,7 @@ class InterChunk(torch.autograd.Function):
             states[i] = state
             corrected[:, i] = torch.baddbmm(u_f[:, i], w_f[:, i], state, alpha=-1)
             out[:, i] = torch.bmm(q_f[:, i], state)
-            state = torch.baddbmm(
-                state * d_f[:, i].unsqueeze(-1), k_f[:, i].transpose(1, 2), corrected[:, i]
-            )
+            state = torch.baddbmm(state * d_f[:, i].unsqueeze(-1), k_f[:, i].transpose(1, 2), corrected[:, i])
         attention_f = attention.reshape(b * h * n, c, c)
         out = out.reshape(b * h * n, c, -1).baddbmm_(attention_f, corrected.reshape(b * h * n, c, -1))
         ctx.save_for_backward(w_f, q_f, k_f, d_f, attention_f, states, corrected)
@@ -301,9 +336,7 @@ class Experts(nn.Module):
         shape = (config.num_experts, config.moe_intermediate, config.latent_size)
         self.w1 = nn.Parameter(torch.randn(shape) * config.latent_size**-0.5)
         self.w3 = nn.Parameter(torch.randn(shape) * config.latent_size**-0.5)
-        self.w2 = nn.Parameter(
-            torch.randn(shape[0], shape[2], shape[1]) * config.moe_intermediate**-0.5
-        )
+        self.w2 = nn.Parameter(torch.randn(shape[0], shape[2], shape[1]) * config.moe_intermediate**-0.5)
 
 
 class LatentMoe(nn.Module):
@@ -375,9 +408,7 @@ class Layer(nn.Module):
         """What the layer's attention norm consumes; also the tap after the layer before."""
         return self.self_attention_res(prefix, snapshots) if snapshots else prefix
 
-    def forward(
-        self, prefix: torch.Tensor, entry: torch.Tensor, snapshots: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, prefix: torch.Tensor, entry: torch.Tensor, snapshots: list[torch.Tensor]) -> torch.Tensor:
         """Advance the prefix; appends to ``snapshots`` at a block start."""
         if self.snapshots_here:
             snapshots.append(prefix)
@@ -401,9 +432,19 @@ class KimiK3ForTraining(nn.Module):
         self.norm = Norm(config.hidden_size, config.rms_eps)
         self.lm_head = linear(config.hidden_size, config.vocab_size, 0.5)
 
-    def forward(
-        self, token_ids: torch.Tensor, taps: Sequence[int] = ()
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def seed_copying(self) -> None:
+        """Start most KDA heads as copy heads, one as previous-token head, and the head as the embedding.
+
+        With the head's rows along the embedding's, a copied token's direction already means that token.
+        """
+        kda = [layer.self_attn for layer in self.layers if isinstance(layer.self_attn, KdaAttention)]
+        for index, layer in enumerate(kda):
+            seed_copy_heads(layer, (0, 1) if index < 3 else (0,))
+        seed_previous_token_head(kda[0], kda[0].heads - 1)
+        with torch.no_grad():
+            self.lm_head.weight.copy_(TIED_HEAD_SCALE * self.embed_tokens.weight)
+
+    def forward(self, token_ids: torch.Tensor, taps: Sequence[int] = ()) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Token ids [B, T] -> final normed hidden [B, T, D] and the tapped mixtures.
 
         Tap t is the tensor layer t + 1 consumes before its norm (the output mix after the last).

@@ -34,7 +34,9 @@ SPECIAL_TOKENS = (
 STRUCTURE_TOKENS = ("<|open|>", "<|close|>", "<|sep|>")
 # Words with one leading space, single digits, punctuation runs, and white space that keeps the
 # last blank for the next word; the shape of the K2/K3 pattern without its Han and case rules.
-SPLIT_PATTERN = r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+SPLIT_PATTERN = (
+    r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def sample_texts(corpus: Path, num_bytes: int, seed: int = 1) -> Iterator[str]:

@@ -19,12 +19,14 @@ import torch
 from outrider.batch import ForwardBatch, TargetOutput
 from outrider.bench.loops import ends_in_loop
 from outrider.cache.cache_set import CacheSet
-from outrider.engine.build import EngineOptions, build_engine, resolve_config
+from outrider.engine.build import EngineLimits, build_engine, resolve_config
+from outrider.engine.engine import Engine
+from outrider.engine.llm import LLM
 from outrider.models.registry import load_target
 from outrider.request import Request, RequestUsage, SamplingParams
-from outrider.speculative.load import load_drafter
-from outrider.tokenizer import Tokenizer, load_tokenizer
+from outrider.tokenizer import Tokenizer, answer_stop_ids, load_tokenizer
 
+NUM_SEATS, MAX_POSITIONS = 16, 4096
 LONG_ENOUGH = 48  # tokens an output needs to count for tokens per round
 
 
@@ -71,10 +73,10 @@ def read_rows(path: Path, num_prompts: int) -> dict[str, list[dict]]:
 def answer_rows(engine, rows: list[dict], tokenizer: Tokenizer, limit: int) -> list[Answer]:  # type: ignore[no-untyped-def]
     """Greedy answers in the chat form, stopped at the end of the response channel."""
     answers = {}
-    stop = (tokenizer.special_token_id("<|close|>"),)
+    stop = answer_stop_ids(tokenizer)
     for index, row in enumerate(rows):
         ids = tokenizer.render_chat([{"role": "user", "content": row["turns"][0]}])
-        if len(ids) + limit > 4096:
+        if len(ids) + limit > MAX_POSITIONS:
             continue
         answers[str(index)] = Answer(row)
         sampling = SamplingParams(max_tokens=limit, stop_token_ids=stop)
@@ -126,24 +128,32 @@ def summarise(answers: list[Answer], tokenizer: Tokenizer) -> dict[str, object]:
     }
 
 
+def plain_engine(meter: EntropyMeter) -> Engine:
+    """An engine without a drafter around a metered target."""
+    config = resolve_config(
+        EngineLimits(),
+        max_num_seqs=NUM_SEATS,
+        max_model_len=MAX_POSITIONS,
+        num_draft_tokens=0,
+        chunk_multiple=meter.target.chunk_multiple,
+    )
+    return build_engine(meter, None, config, device=torch.device("cpu"))
+
+
+def pair_engine(arguments: argparse.Namespace) -> Engine:
+    """The pair as it is served."""
+    return LLM(arguments.model, arguments.drafter, max_num_seqs=NUM_SEATS, max_model_len=MAX_POSITIONS).engine
+
+
 def evaluate(arguments: argparse.Namespace) -> dict[str, object]:
     """Run every tier."""
     torch.set_num_threads(arguments.threads)
     tokenizer = load_tokenizer(arguments.model)
-    device = torch.device("cpu")
-    target = load_target(arguments.model, dtype=torch.bfloat16, device=device)
+    target = load_target(arguments.model, dtype=torch.bfloat16)
     result: dict[str, object] = {"prompts": arguments.prompts.name, "max_tokens": arguments.max_tokens}
     for tier, rows in read_rows(arguments.prompts, arguments.num_prompts).items():
         meter = EntropyMeter(target)
-        options = EngineOptions(max_num_seqs=16, max_model_len=4096, max_prefill_tokens=512)
-        drafts, drafter = 0, None
-        served = meter
-        if arguments.drafter:
-            num_rows = options.max_num_seqs * -(-options.max_model_len // options.page_size) * options.page_size
-            drafter = load_drafter(arguments.drafter, target, num_cache_rows=num_rows, dtype=torch.bfloat16, device=device)
-            drafts, served = drafter.num_draft_tokens, target
-        config = resolve_config(options, drafts_offered=drafts, chunk_multiple=target.chunk_multiple)
-        engine = build_engine(served, drafter, config, device=device)
+        engine = pair_engine(arguments) if arguments.drafter else plain_engine(meter)
         answers = answer_rows(engine, rows, tokenizer, arguments.max_tokens)
         figures = summarise(answers, tokenizer)
         if not arguments.drafter:

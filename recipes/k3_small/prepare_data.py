@@ -39,8 +39,7 @@ class ChatEncoder:
         self.tokenizer = tokenizer
         tokenizer.encode_special_tokens = True
         self.ids = {
-            name: tokenizer.token_to_id(name)
-            for name in ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
+            name: tokenizer.token_to_id(name) for name in ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
         }
         self.pieces = {
             name: tokenizer.encode(name).ids

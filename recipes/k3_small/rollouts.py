@@ -22,7 +22,7 @@ import torch
 from outrider.batch import ForwardBatch, TargetOutput
 from outrider.bench.loops import ends_in_loop
 from outrider.cache.cache_set import CacheSet
-from outrider.engine.build import EngineOptions, build_engine, resolve_config
+from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.models.registry import load_target
 from outrider.request import Request, SamplingParams
 from outrider.tokenizer import Tokenizer, load_tokenizer
@@ -106,13 +106,16 @@ def roll(arguments: argparse.Namespace) -> None:
     source = prompts(arguments.tasks, arguments.corpus, tokenizer, arguments.seed)
     writer, started, number = Writer(arguments.out), time.monotonic(), 0
     stop_ids = tuple(sorted({tokenizer.special_token_id("<|end_of_msg|>"), tokenizer.special_token_id("[EOS]")}))
-    options = EngineOptions(
-        max_num_seqs=arguments.seats, max_model_len=2560, speculation="off", max_prefill_tokens=1024
+    config = resolve_config(
+        EngineLimits(max_prefill_tokens=1024),
+        max_num_seqs=arguments.seats,
+        max_model_len=2560,
+        num_draft_tokens=0,
+        chunk_multiple=target.chunk_multiple,
     )
-    config = resolve_config(options, drafts_offered=0, chunk_multiple=target.chunk_multiple)
     while time.monotonic() - started < arguments.minutes * 60:
         sampled = SampledTarget(target, TEMPERATURES[number % len(TEMPERATURES)], seed=number)
-        engine = build_engine(sampled, None, config, device=torch.device("cpu"), tokenizer=None)
+        engine = build_engine(sampled, None, config, device=torch.device("cpu"))
         asked: dict[str, list[int]] = {}
         for index in range(arguments.batch):
             ids = next(source)

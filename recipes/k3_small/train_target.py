@@ -28,7 +28,7 @@ from outrider.training.muon import Muon
 PROMPT_WEIGHT = 0.1  # loss weight of the user's tokens in a conversation
 LENGTHS = ((0.60, 512), (0.88, 1024), (1.01, 2048))  # row length until this share of the budget
 BALANCE_RATE = 0.002
-VECTOR_SCALE = 0.4  # AdamW's rate (embedding, head, vectors) as a share of Muon's
+COPY_UNTIL = 0.7  # share of the budget after which copy rows become rare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,12 +43,12 @@ class Rows:
 class Mixture:
     """Draws rows of plain text and of packed conversations, by a seed and a step number."""
 
-    def __init__(self, data: Path, text_share: float, prefix: str = "tasks") -> None:
+    def __init__(self, data: Path, text_share: float, copy_share: float = 0.0, prefix: str = "tasks") -> None:
         self.text = np.memmap(data / "text.bin", np.uint16, mode="r")
         self.ids = np.memmap(data / f"{prefix}.ids.bin", np.uint16, mode="r")
         self.answer = np.memmap(data / f"{prefix}.answer.bin", np.uint8, mode="r")
         self.offsets = np.load(data / f"{prefix}.offsets.npy")
-        self.text_share = text_share
+        self.text_share, self.copy_share = text_share, copy_share
 
     def text_row(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
         """A random slice of the corpus; every target counts."""
@@ -67,13 +67,31 @@ class Mixture:
             missing -= end - start
         return np.concatenate(pieces), np.concatenate(weights)[1:].astype(np.float32)
 
+    def copy_row(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """A short segment over and over: text, or random ids whose first occurrence cannot be learnt.
+
+        The densest lesson in copying there is; without it a few million tokens of tasks teach none.
+        """
+        size = int(rng.integers(8, 120))
+        from_text = rng.random() < 0.5
+        start = int(rng.integers(0, len(self.text) - size))
+        segment = self.text[start : start + size] if from_text else rng.integers(256, 8176, size).astype(np.uint16)
+        weights = np.ones(length, np.float32)
+        weights[: size - 1] = float(from_text)
+        return np.resize(segment, length + 1), weights
+
     def batch(self, seed: int, length: int, num_tokens: int) -> Rows:
         """A batch of ``num_tokens`` in rows of ``length``, the same for the same seed."""
         rng = np.random.default_rng(seed)
         rows = []
         for _ in range(num_tokens // length):
-            source = self.text_row if rng.random() < self.text_share else self.task_row
-            rows.append(source(rng, length))
+            draw = rng.random()
+            if draw < self.text_share:
+                rows.append(self.text_row(rng, length))
+            elif draw < self.text_share + self.copy_share:
+                rows.append(self.copy_row(rng, length))
+            else:
+                rows.append(self.task_row(rng, length))
         ids = torch.from_numpy(np.stack([ids.astype(np.int64) for ids, _ in rows]))
         weights = torch.from_numpy(np.stack([weights for _, weights in rows]))
         return Rows(inputs=ids[:, :-1].contiguous(), targets=ids[:, 1:], weights=weights)
@@ -95,17 +113,27 @@ def learning_rate_scale(progress: float) -> float:
     return min(1.0, max(0.02, (1.0 - progress) / 0.4))
 
 
-def optimizers(model: KimiK3ForTraining, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon for hidden matrices and experts, AdamW for embedding, head, vectors and conv taps."""
-    matrices, others = [], []
+def optimizers(model: KimiK3ForTraining) -> list[tuple[torch.optim.Optimizer, float]]:
+    """Optimisers with their share of the learning rate.
+
+    Muon for hidden matrices and experts; AdamW for embedding, head, router, vectors and conv taps;
+    the forget gates move slowly, or the memory is gone before anything has learnt to use it.
+    """
+    matrices, gates, others = [], [], []
     for name, parameter in model.named_parameters():
-        outer = name.startswith(("embed_tokens", "lm_head")) or "conv1d" in name
-        is_matrix = parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1 and "gate.weight" not in name
-        (matrices if is_matrix and not outer else others).append(parameter)
-    return [
-        Muon(matrices, lr=lr, weight_decay=0.05),
-        torch.optim.AdamW(others, lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
-    ]
+        outer = name.startswith(("embed_tokens", "lm_head")) or "conv1d" in name or "gate.weight" in name
+        is_matrix = parameter.ndim >= 2 and min(parameter.shape[-2:]) > 1
+        if name.endswith(("f_a_proj.weight", "f_b_proj.weight", "A_log", "dt_bias")):
+            gates.append(parameter)
+        elif is_matrix and not outer:
+            matrices.append(parameter)
+        else:
+            others.append(parameter)
+
+    def adam(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1.0, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+    return [(Muon(matrices, lr=1.0, weight_decay=0.05), 1.0), (adam(others), 0.4), (adam(gates), 0.05)]
 
 
 class Trainer:
@@ -115,7 +143,8 @@ class Trainer:
         self.out, self.lr = out, lr
         torch.manual_seed(0)
         self.model = KimiK3ForTraining(K3_SMALL)
-        self.optimizers = optimizers(self.model, lr)
+        self.model.seed_copying()
+        self.optimizers = optimizers(self.model)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         out.mkdir(parents=True, exist_ok=True)
         if (out / "checkpoint.pt").exists():
@@ -127,7 +156,7 @@ class Trainer:
         self.model.load_state_dict(state["model"])
         if weights_only:
             return
-        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+        for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
 
@@ -135,7 +164,7 @@ class Trainer:
         """Write the checkpoint in one rename."""
         state = {
             "model": self.model.state_dict(),
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "optimizers": [optimizer.state_dict() for optimizer, _ in self.optimizers],
             "step": self.step,
             "tokens": self.tokens,
             "seconds": self.seconds,
@@ -145,14 +174,13 @@ class Trainer:
 
     def train_step(self, rows: Rows, scale: float) -> float:
         """One optimiser step; returns the loss."""
-        for optimizer in self.optimizers:
+        for optimizer, share in self.optimizers:
             for group in optimizer.param_groups:
-                kind = 1.0 if isinstance(optimizer, Muon) else VECTOR_SCALE
-                group["lr"] = self.lr * scale * kind
+                group["lr"] = self.lr * scale * share
         loss = weighted_loss(self.model, rows)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for optimizer in self.optimizers:
+        for optimizer, _ in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         for layer in self.model.layers:
@@ -180,7 +208,7 @@ def run(arguments: argparse.Namespace) -> None:
     trainer = Trainer(arguments.out, arguments.lr)
     if arguments.init and trainer.step == 0:
         trainer.load(arguments.init, weights_only=True)
-    mixture = Mixture(arguments.data, arguments.text_share)
+    mixture = Mixture(arguments.data, arguments.text_share, arguments.copy_share)
     valid = Mixture(arguments.valid, 1.0)
     log = (arguments.out / "log.jsonl").open("a")
     budget = arguments.minutes * 60
@@ -189,6 +217,7 @@ def run(arguments: argparse.Namespace) -> None:
         started = time.perf_counter()
         progress = trainer.seconds / budget
         length = next(length for until, length in LENGTHS if progress < until)
+        mixture.copy_share = arguments.copy_share if progress < COPY_UNTIL else arguments.copy_share / 5
         rows = mixture.batch(1000 + trainer.step, length, arguments.batch_tokens)
         loss = trainer.train_step(rows, learning_rate_scale(progress))
         smooth = loss if math.isnan(smooth) else 0.97 * smooth + 0.03 * loss
@@ -218,6 +247,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--text-share", type=float, default=0.4)
+    parser.add_argument("--copy-share", type=float, default=0.2)
     parser.add_argument("--init", type=Path)
     run(parser.parse_args())
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from outrider.batch import ForwardBatch, SpanGroup
-from outrider.cache import CacheBudget, CacheSet, PagedLayout, RecurrentCache, RecurrentLayout, pages_within
-from outrider.errors import CapacityError, ConfigError
+from outrider.cache import CacheBudget, CacheSet, PagedLayout, RecurrentCache, RecurrentLayout
+from outrider.errors import ConfigError
 from outrider.ops.kda import kda_update
 
 LAYERS, SLOTS, HEADS, VALUE, KEY, WINDOW, CHANNELS = 3, 6, 2, 5, 4, 3, 7
@@ -244,11 +244,8 @@ def test_bytes_follow_from_the_layouts() -> None:
     assert caches.num_bytes == caches.latents.num_bytes + caches.recurrent.num_bytes
 
 
-def test_layouts_and_budgets_that_do_not_fit_are_refused() -> None:
+def test_a_model_with_other_layouts_is_refused() -> None:
     paged, recurrent = layouts()
     budget = CacheBudget(num_pages=5, page_size=4, num_slots=3, max_step_rows=8)
     with pytest.raises(ConfigError, match="2 paged and 1 recurrent"):
         CacheSet.build((paged, paged, recurrent), budget, torch.device("cpu"))
-    assert pages_within(1000, 4, 24) == 10
-    with pytest.raises(CapacityError, match="holds no page of 96 bytes"):
-        pages_within(95, 4, 24)

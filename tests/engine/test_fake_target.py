@@ -12,7 +12,7 @@ import torch
 from outrider.batch import ForwardBatch, TargetOutput
 from outrider.cache import PagedLayout, RecurrentLayout
 from outrider.config import CacheConfig, EngineConfig, SchedulerConfig
-from outrider.engine.build import EngineOptions, build_engine, resolve_config
+from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.engine.engine import Engine
 from outrider.engine.runner import Runner
 from outrider.errors import ConfigError, EngineFault, RequestError, UnsupportedError
@@ -81,7 +81,9 @@ class FakeTarget:
                     k = torch.ones((1, 1), dtype=torch.float64)
                     state = state * decay[:, None] + u[..., None] * k[:, None]
                     window = torch.cat([window[1:], u])
-                    values[row] = float(state.sum()) * 7 + float((window[:, 0] * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)).sum())
+                    values[row] = float(state.sum()) * 7 + float(
+                        (window[:, 0] * torch.tensor([1.0, 2.0, 4.0], dtype=torch.float64)).sum()
+                    )
                     if group is batch.step:
                         for name, value in (("u", u), ("k", k), ("decay", decay), ("inputs", u[0])):
                             log[name].append(value)
@@ -336,6 +338,62 @@ def test_requests_are_checked_before_they_reach_a_slot() -> None:
     assert engine.step() == []
 
 
+class LetterTokenizer:
+    """Token t is a letter, except 25..30: bytes of one three-byte character, twice."""
+
+    vocab_size = VOCAB
+
+    def token_bytes(self, token_id: int, show_special: bool = False) -> bytes:
+        if token_id >= 25:
+            return bytes(["\u20ac".encode()[(token_id - 25) % 3]])
+        return bytes([97 + token_id])
+
+
+@pytest.mark.parametrize("num_stop_chars", [1, 2, 3])
+def test_text_and_stop_strings_do_not_depend_on_speculation(num_stop_chars: int) -> None:
+    asked = requests(4, seed=9)
+    texts = {}
+    tokenizer = LetterTokenizer()
+    for request, stream in zip(asked, streams(asked), strict=True):
+        output = stream[len(request.prompt_token_ids) :]
+        raw = b"".join(tokenizer.token_bytes(token_id) for token_id in output)
+        texts[request.request_id] = raw.decode(errors="replace")
+    right = oracle(streams(asked))
+    num_stopped = 0
+    for request in asked:
+        text = texts[request.request_id]
+        for begin in range(3, len(text) - num_stop_chars, 5):
+            stop = text[begin : begin + num_stop_chars]
+            params = SamplingParams(stop=(stop, "never this"))
+            outcomes = []
+            for drafter in (None, ScriptedDrafter(7, right), ScriptedDrafter(3, wrong_at(1, right, VOCAB))):
+                engine = build_engine(
+                    FakeTarget(),
+                    drafter,
+                    config(drafts=drafter.num_draft_tokens if drafter else 0),
+                    device=CPU,
+                    tokenizer=tokenizer,  # type: ignore[arg-type]
+                )
+                engine.submit(Request(request_id="a", prompt_token_ids=request.prompt_token_ids, sampling=params))
+                updates = []
+                while engine.has_work:
+                    updates.extend(engine.step())
+                outcomes.append(
+                    (
+                        "".join(update.new_text for update in updates),
+                        tuple(token_id for update in updates for token_id in update.new_token_ids),
+                        updates[-1].finish_reason,
+                        updates[-1].stop_reason,
+                    )
+                )
+            assert outcomes[0] == outcomes[1] == outcomes[2]
+            if outcomes[0][2] is FinishReason.STOP:
+                num_stopped += 1
+                assert outcomes[0][0] == text[: text.index(stop)]
+                assert outcomes[0][3] == stop
+    assert num_stopped > 5
+
+
 def test_shutdown_aborts_everything_once() -> None:
     engine = make()
     for request in requests(3):
@@ -348,7 +406,7 @@ def test_shutdown_aborts_everything_once() -> None:
 
 def test_options_resolve_to_final_numbers() -> None:
     resolved = resolve_config(
-        EngineOptions(max_num_seqs=3, max_model_len=100, page_size=8), drafts_offered=7, chunk_multiple=16
+        EngineLimits(page_size=8), max_num_seqs=3, max_model_len=100, num_draft_tokens=7, chunk_multiple=16
     )
     assert resolved.num_draft_tokens == 7
     assert resolved.cache.num_pages == 3 * 13
@@ -369,5 +427,3 @@ def test_timings_and_counters_add_up() -> None:
     assert sum(metrics.drafted_at.values()) == metrics.num_drafted
     assert metrics.accepted_length == pytest.approx(1 + metrics.num_accepted / metrics.num_decode_spans)
     assert min(metrics.forward_s, metrics.propose_s, metrics.commit_s, metrics.host_s) > 0
-
-

@@ -83,7 +83,7 @@ DAMAGE = {
         "'b' in model-1.safetensors, not found there",
     ),
     "shard holds a tensor the index lacks": (
-        lambda d: (save_file({"b": B, "x": A}, d / "model-2.safetensors")),
+        lambda d: save_file({"b": B, "x": A}, d / "model-2.safetensors"),
         "'x' is in shard model-2.safetensors, .* no shard",
     ),
     "index points outside": (

@@ -24,7 +24,7 @@ def test_a_row_has_the_same_bits_alone_and_among_others(function, dtype, threads
         weight = torch.randn(num_out, num_in).to(dtype)
         x = torch.randn(70, num_in).to(dtype)
         whole = function(x, weight)
-        for rows in (slice(0, n) for n in (*range(1, 18), 32, 33, 48, 64, 69)):
+        for rows in (slice(0, n) for n in (1, 2, 3, 5, 8, 15, 16, 17, 33, 69)):
             assert torch.equal(function(x[rows], weight), whole[rows]), (num_out, num_in, rows)
         assert torch.equal(function(x[37:38], weight), whole[37:38])
 

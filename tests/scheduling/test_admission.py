@@ -9,9 +9,7 @@ from outrider.errors import CapacityError, ConfigError, RequestError, Unsupporte
 from outrider.request import Request, SamplingParams
 from outrider.scheduling.admission import check_token_ids, num_pages_for, resolve_max_new_tokens
 
-SCHEDULER = SchedulerConfig(
-    max_num_seqs=2, max_model_len=64, max_step_rows=16, max_prefill_tokens=16, chunk_multiple=8
-)
+SCHEDULER = SchedulerConfig(max_num_seqs=2, max_model_len=64, max_step_rows=16, max_prefill_tokens=16, chunk_multiple=8)
 CACHE = CacheConfig(page_size=4, num_pages=16)
 
 

@@ -114,6 +114,9 @@ class BlockPredictor:
         self._context_norm_L1K = torch.stack([layer.self_attn.k_norm.weight for layer in model.draft_layers()])[:, None]
         self._ones_K = self._context_norm_L1K.new_ones(config.head_dim)
         self._table = drafter_rotary_table(config, max_context + config.num_block_rows, self._dtype, self._device)
+        self._target_ids_V = (
+            None if model.d2t is None else torch.arange(config.draft_vocab_size, device=self._device) + model.d2t
+        )
         self._offsets_B = torch.arange(config.num_block_rows, device=self._device)
 
     @property
@@ -193,7 +196,7 @@ class BlockPredictor:
             anchor_ids_S=anchors.token_ids_S,
             hidden_GSD=kept_GSD,
             logits_GSV=logits_NV.view(*kept_GSD.shape[:2], -1),
-            d2t_V=self._model.d2t,
+            target_ids_V=self._target_ids_V,
             linear=self._linear,
         )
         block = DraftBlock(token_ids_SG=chain.token_ids_SG, confidence_SG=self._confidence(kept_GSD, chain))

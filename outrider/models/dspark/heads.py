@@ -106,7 +106,7 @@ def draft_chain(
     anchor_ids_S: torch.Tensor,
     hidden_GSD: torch.Tensor,
     logits_GSV: torch.Tensor,
-    d2t_V: torch.Tensor | None,
+    target_ids_V: torch.Tensor | None,
     linear: LinearFunction,
 ) -> Chain:
     """Greedy drafts, left to right, without re-running the backbone; stays on the device.
@@ -116,7 +116,7 @@ def draft_chain(
         anchor_ids_S: int64, token before the first draft.
         hidden_GSD: post-norm block rows of the kept drafts, one [S, D] per draft.
         logits_GSV: their logits without bias, over the draft vocabulary.
-        d2t_V: int64 offset from draft id to target id; None when they are the same.
+        target_ids_V: int64, target id of each draft id; None when they are the same.
         linear: row-invariant product.
     """
     state_Sr = None if markov is None else markov.initial_state(anchor_ids_S.shape[0])
@@ -130,7 +130,7 @@ def draft_chain(
             embedded.append(previous_Sr)
         draft_S = argmax_lowest(logits_SV)
         # The chain always continues with a target id: W1 is indexed by target ids.
-        previous_ids_S = draft_S if d2t_V is None else draft_S + d2t_V[draft_S]
+        previous_ids_S = draft_S if target_ids_V is None else target_ids_V[draft_S]
         drafts.append(previous_ids_S)
         chained.append(logits_SV)
     return Chain(

@@ -5,7 +5,7 @@ counts it and the toy writer generates it. Projections that read the same input 
 weight by rows, so a layer needs one product where the checkpoint has up to six matrices.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -39,12 +39,17 @@ class _Plan:
     """Collects assignments; names and parameters are relative to the scope set last."""
 
     def __init__(self, config: KimiK3Config) -> None:
-        self.items: list[Assignment] = []
+        self._items: list[Assignment] = []
         self._prefix = text_prefix(config)
         # The release stores these in fp32 and they must not lose bits; bare Kimi-Linear files vary.
         self.fp32 = (torch.float32, torch.float64) if config.wrapped else FLOATING
         self._names = self._prefix
         self._parameters = ""
+
+    def take(self) -> list[Assignment]:
+        """What was collected since the last call."""
+        items, self._items = self._items, []
+        return items
 
     def scope(self, names: str, parameters: str) -> None:
         """Prefix the names and parameters that follow."""
@@ -57,7 +62,7 @@ class _Plan:
     def add(
         self, parameter: str, sources: tuple[SourceTensor, ...], rows: tuple[int, int] | None, convert: Convert
     ) -> None:
-        self.items.append(
+        self._items.append(
             Assignment(sources=sources, parameter=self._parameters + parameter, rows=rows, convert=convert)
         )
 
@@ -90,14 +95,14 @@ def _score_vector(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return norm_D.to(torch.float64) * proj_1D[0].to(torch.float64)
 
 
-def _narrow_heads(name: str, num_heads: int) -> Convert:
+def _narrow_heads(num_heads: int) -> Convert:
     """``A_log`` is per head; a longer one is zero-padded and the padding must be exactly zero (5.4)."""
 
     def convert(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
         flat = tensors[0].reshape(-1)
         if bool((flat[num_heads:] != 0).any()):
             raise CheckpointError(
-                f"tensor {name!r}: entries from {num_heads} on must be zero padding, found "
+                f"entries from {num_heads} on must be zero padding, found "
                 f"{flat[num_heads:].abs().max().item():g}; the decay rate is per head"
             )
         return flat[:num_heads]
@@ -105,16 +110,12 @@ def _narrow_heads(name: str, num_heads: int) -> Convert:
     return convert
 
 
-def _decode(name: str) -> Convert:
+def _decode(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """MXFP4 bytes to exact float values; refuses the NaN scale code."""
-
-    def convert(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        packed, scale = tensors
-        if bool((scale == SCALE_NAN).any()):
-            raise CheckpointError(f"tensor {name!r} holds the scale code {SCALE_NAN} (NaN); the file is damaged")
-        return decode_mxfp4(packed, scale, torch.float32)
-
-    return convert
+    packed, scale = tensors
+    if bool((scale == SCALE_NAN).any()):
+        raise CheckpointError(f"an MXFP4 scale code is {SCALE_NAN} (NaN); the file is damaged")
+    return decode_mxfp4(packed, scale, torch.float32)
 
 
 def _a_log_shape(config: KimiK3Config, name: str, reader: CheckpointReader | None) -> tuple[int, ...]:
@@ -151,7 +152,7 @@ def _kda(plan: _Plan, config: KimiK3Config, reader: CheckpointReader | None) -> 
         plan.whole("g_b_proj", "g_b_proj.weight", (inner, rank))
     a_log = plan.source("A_log", (), plan.fp32)
     a_log = plan.source("A_log", _a_log_shape(config, a_log.name, reader), plan.fp32)
-    plan.add("a_log.weight", (a_log,), None, _narrow_heads(a_log.name, kda.num_heads))
+    plan.add("a_log.weight", (a_log,), None, _narrow_heads(kda.num_heads))
     plan.whole("dt_bias.weight", "dt_bias", (inner,), plan.fp32)
     plan.whole("o_norm.weight", "o_norm.weight", (kda.head_dim,), plan.fp32)
     plan.whole("o_proj", "o_proj.weight", (width, inner))
@@ -175,24 +176,29 @@ def _mla(plan: _Plan, config: KimiK3Config) -> None:
 def _experts(plan: _Plan, moe: MoeConfig, in_size: int, *, on_disk_packed: bool, keep_packed: bool) -> None:
     """Routed experts: per expert the rows of w1 then w3 in ``gate_up``, w2 in ``down`` (section 7.3)."""
     inner = moe.intermediate_size
-    for e in range(moe.num_experts):
-        start = e * 2 * inner
-        for name, parameter, rows, num_rows, num_columns in (
-            ("w1", "experts.gate_up", (start, start + inner), inner, in_size),
-            ("w3", "experts.gate_up", (start + inner, start + 2 * inner), inner, in_size),
-            ("w2", "experts.down", (e * in_size, (e + 1) * in_size), in_size, inner),
-        ):
-            base = f"experts.{e}.{name}"
+    # Name, parameter, first row within an expert, rows, columns of the three matrices.
+    matrices = (
+        ("w1", "experts.gate_up", 0, inner, in_size),
+        ("w3", "experts.gate_up", inner, inner, in_size),
+        ("w2", "experts.down", 0, in_size, inner),
+    )
+    for name, parameter, offset, num_rows, num_columns in matrices:
+        rows_per_expert = in_size if parameter == "experts.down" else 2 * inner
+        shape = (num_rows, num_columns)
+        packed_shape, scale_shape = (num_rows, num_columns // 2), (num_rows, num_columns // MXFP4_GROUP)
+        for e in range(moe.num_experts):
+            start = e * rows_per_expert + offset
+            rows, base = (start, start + num_rows), f"experts.{e}.{name}"
             if not on_disk_packed:
-                plan.add(parameter, (plan.source(f"{base}.weight", (num_rows, num_columns)),), rows, _first)
+                plan.add(parameter, (plan.source(f"{base}.weight", shape),), rows, _first)
                 continue
-            packed = plan.source(f"{base}.weight_packed", (num_rows, num_columns // 2), BYTES)
-            scale = plan.source(f"{base}.weight_scale", (num_rows, num_columns // MXFP4_GROUP), BYTES)
+            packed = plan.source(f"{base}.weight_packed", packed_shape, BYTES)
+            scale = plan.source(f"{base}.weight_scale", scale_shape, BYTES)
             if keep_packed:
                 plan.add(f"{parameter}_packed", (packed,), rows, _first)
                 plan.add(f"{parameter}_scale", (scale,), rows, _first)
             else:
-                plan.add(parameter, (packed, scale), rows, _decode(scale.name))
+                plan.add(parameter, (packed, scale), rows, _decode)
 
 
 def _moe(plan: _Plan, config: KimiK3Config, moe: MoeConfig, *, on_disk_packed: bool, keep_packed: bool) -> None:
@@ -228,8 +234,10 @@ def assignments(
     *,
     on_disk_packed: bool,
     keep_packed: bool,
-) -> tuple[Assignment, ...]:
-    """Every text tensor of the checkpoint and its place in ``KimiK3Model``.
+) -> Iterator[Assignment]:
+    """Every text tensor of the checkpoint and its place in ``KimiK3Model``, in layer order.
+
+    An iterator, because the release has half a million of them.
 
     Args:
         config: Parsed config.
@@ -268,10 +276,10 @@ def assignments(
             plan.scope(f"{names}mlp.", f"{layer}ffn.")
             plan.joined("gate_up", width, (("gate_proj", inner), ("up_proj", inner)))
             plan.whole("down", "down_proj.weight", (width, inner))
-    return tuple(plan.items)
+        yield from plan.take()
 
 
-def text_tensors(config: KimiK3Config, *, packed: bool) -> tuple[SourceTensor, ...]:
+def text_tensors(config: KimiK3Config, *, packed: bool) -> Iterator[SourceTensor]:
     """Names, shapes and dtypes of all text tensors in the release form, from the config alone."""
-    plan = assignments(config, None, on_disk_packed=packed, keep_packed=False)
-    return tuple(source for item in plan for source in item.sources)
+    for item in assignments(config, None, on_disk_packed=packed, keep_packed=False):
+        yield from item.sources

@@ -43,12 +43,8 @@ def load_kimi_k3(
     linear = choose_linear(_weight_shapes(config), dtype) if dtype == torch.bfloat16 else linear_padded
     build = Build(dtype=dtype, device=device, linear=linear)
     with CheckpointReader(directory) as reader:
-        plan = assignments(
-            config,
-            reader,
-            on_disk_packed=holds_packed_experts(config, reader),
-            keep_packed=experts == "packed",
-        )
+        on_disk_packed = holds_packed_experts(config, reader)
+        plan = tuple(assignments(config, reader, on_disk_packed=on_disk_packed, keep_packed=experts == "packed"))
         model = KimiK3Model(config, experts=experts, build=build)
         fill_parameters(reader, model, plan, skipped_prefixes=SKIPPED_PREFIXES, progress=progress)
     model.prepare()

@@ -29,9 +29,10 @@ def attention_residual_mix(candidates_BTD: torch.Tensor, weight_D: torch.Tensor,
     scores_TB = (wide_BTD * inverse_BT1 * weight_D).sum(-1).t().contiguous()
     shares_TB = exp(scores_TB - scores_TB.amax(-1, keepdim=True))
     shares_TB = shares_TB / shares_TB.sum(-1, keepdim=True)
-    mixed_TD = wide_BTD[0] * shares_TB[:, :1]
-    for candidate in range(1, wide_BTD.shape[0]):
-        mixed_TD += wide_BTD[candidate] * shares_TB[:, candidate : candidate + 1]
+    first_TD, *others = (wide_BTD * shares_TB.t()[..., None]).unbind(0)
+    mixed_TD = first_TD
+    for other_TD in others:
+        mixed_TD = mixed_TD + other_TD
     return mixed_TD.to(candidates_BTD.dtype)
 
 

@@ -1,0 +1,104 @@
+"""`outrider bench ab`: a whole prompt file, with and without the drafter."""
+
+import dataclasses
+import json
+import logging
+from pathlib import Path
+
+from rich.console import Console
+
+from outrider.bench.ab import run_cell
+from outrider.bench.ledger import append_row, environment
+from outrider.bench.report import cell_table, cells_to_json, round_table, summary_line
+from outrider.bench.summary import CellSummary
+from outrider.bench.workload import PromptSet, draw_prompts, load_prompt_set
+from outrider.cli.arguments import BenchAb
+from outrider.cli.arms import ArmOptions, Ticker, answer_sampling, open_arms, tokenise, tokenizer_of, usable_prompts
+from outrider.cli.checkpoints import resolve_checkpoint
+from outrider.cli.runtime import parse_speculation, prepare_output, resolve_dtype, set_threads
+from outrider.engine.llm import LLM
+from outrider.errors import ConfigError
+
+__all__ = ["run_bench_ab"]
+
+LEDGER = Path("benchmarks/ledger.jsonl")
+
+logger = logging.getLogger(__name__)
+
+
+def run_bench_ab(command: BenchAb) -> int:
+    """Measure, print and write; returns the exit status."""
+    _check(command)
+    output = prepare_output(command.json) if command.json else None
+    set_threads(command.threads)
+    prompt_set = load_prompt_set(Path(command.prompts))
+    arms = open_arms(
+        command.arms,
+        ArmOptions(
+            model=resolve_checkpoint(command.model),
+            drafter=resolve_checkpoint(command.drafter),
+            speculation=parse_speculation(command.speculation),
+            dtype=resolve_dtype(command.dtype),
+            device=command.device,
+            experts=command.experts,
+            max_num_seqs=max(command.concurrency),
+        ),
+    )
+    cells = _measure(command, prompt_set, arms)
+    console = Console(width=120)
+    console.print(cell_table(cells))
+    if "spec" in arms:
+        console.print(round_table(cells))
+    row = {
+        "environment": environment(),
+        "settings": dataclasses.asdict(command),
+        "prompts_sha256": prompt_set.sha256,
+        "cells": cells_to_json(cells),
+    }
+    if output is not None:
+        output.write_text(json.dumps(row, indent=1, allow_nan=False), encoding="utf-8")
+    if command.record:
+        append_row(LEDGER, row)
+    if not all(cell.identical for cell in cells):
+        logger.error("outputs DIFFER between arms or repeats: see `identical`; this must not happen")
+    print(summary_line(cells))
+    return 0
+
+
+def _check(command: BenchAb) -> None:
+    for name, values in (
+        ("concurrency", command.concurrency),
+        ("num_prompts", (command.num_prompts,)),
+        ("max_tokens", (command.max_tokens,)),
+        ("repeats", (command.repeats,)),
+    ):
+        if not values or min(values) < 1:
+            raise ConfigError(f"{name}={','.join(map(str, values))} is out of range; use numbers of 1 or more")
+    if not command.tiers:
+        raise ConfigError("--tiers is empty; name at least one category of the prompt file")
+
+
+def _measure(command: BenchAb, prompt_set: PromptSet, arms: dict[str, LLM]) -> list[CellSummary]:
+    first = next(iter(arms.values()))
+    usable = usable_prompts(prompt_set.prompts, command.tiers, first, command.max_tokens)
+    drawn = {tier: draw_prompts(usable, tier, command.num_prompts) for tier in command.tiers}
+    ticker = Ticker()
+    cells = []
+    for tier, prompts in drawn.items():
+        tokenised = [tokenise(prompt, tokenizer_of(first)) for prompt in prompts]
+        for concurrency in command.concurrency:
+            if concurrency > len(tokenised):
+                logger.warning("c%d %s: only %d prompts, so no more are in flight", concurrency, tier, len(tokenised))
+            cell = run_cell(
+                {name: llm.engine for name, llm in arms.items()},
+                tokenised,
+                tier=tier,
+                concurrency=concurrency,
+                prompt_set=prompt_set.name,
+                sampling=answer_sampling(tokenizer_of(first), command.max_tokens),
+                repeats=command.repeats,
+                progress=ticker,
+            )
+            logger.info("c%d %s: ratio %.2f, %.2f tokens/round", concurrency, tier, cell.ratio, cell.tokens_per_round)
+            cells.append(cell)
+    return cells

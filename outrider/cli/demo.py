@@ -1,0 +1,129 @@
+"""`outrider demo`: real prompts answered with speculation off and on, and what it gained."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rich.columns import Columns
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from outrider.bench.ab import run_cell
+from outrider.bench.closed_loop import run_pass
+from outrider.bench.records import PromptRecord
+from outrider.bench.report import cell_table, round_table
+from outrider.bench.summary import CellSummary
+from outrider.bench.workload import BenchPrompt, PromptSet, demo_prompt_path, draw_prompts, load_prompt_set
+from outrider.cli.arguments import Demo
+from outrider.cli.arms import ARM_NAMES, ArmOptions, Ticker, answer_sampling, open_arms, tokenise, tokenizer_of
+from outrider.cli.checkpoints import resolve_checkpoint
+from outrider.cli.runtime import resolve_dtype, set_threads
+from outrider.engine.llm import LLM
+
+__all__ = ["run_demo"]
+
+WIDTH = 120
+NUM_SHOWN_PROMPT_CHARS = 400
+EXIT_DIFFERENT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoCell:
+    """One row of the demo's table."""
+
+    tier: str
+    concurrency: int
+    num_prompts: int
+
+
+CELLS = (
+    DemoCell(tier="low_entropy", concurrency=1, num_prompts=4),
+    DemoCell(tier="high_entropy", concurrency=1, num_prompts=4),
+    DemoCell(tier="mixed", concurrency=4, num_prompts=8),
+)
+TIERS = ("low_entropy", "mixed", "high_entropy")
+
+
+def run_demo(command: Demo) -> int:
+    """Show it; returns 1 if any two outputs differ, else 0."""
+    begin_s = time.perf_counter()
+    console = Console(width=WIDTH)
+    set_threads(command.threads)
+    arms = open_arms(
+        ARM_NAMES,
+        ArmOptions(
+            model=resolve_checkpoint(command.model),
+            drafter=resolve_checkpoint(command.drafter),
+            speculation="auto",
+            dtype=resolve_dtype("auto"),
+            device="cpu",
+            experts="unpacked",
+            max_num_seqs=max(cell.concurrency for cell in CELLS),
+        ),
+    )
+    console.print(f"target {command.model}, drafter {command.drafter}, loaded in {time.perf_counter() - begin_s:.1f} s")
+    prompt_set = load_prompt_set(demo_prompt_path())
+    same = [
+        _show_answers(console, arms, draw_prompts(prompt_set.prompts, tier, 1)[0], command.max_tokens) for tier in TIERS
+    ]
+    ticker = Ticker()
+    cells = [_measure(arms, prompt_set, cell, command.max_tokens, ticker) for cell in CELLS]
+    console.print()
+    console.print(cell_table(cells))
+    console.print()
+    console.print(round_table(cells))
+    all_same = all(same) and all(cell.identical for cell in cells)
+    verdict = "byte-identical" if all_same else "DIFFERENT, which must not happen"
+    num_outputs = len(same) + sum(cell.num_prompts for cell in cells)
+    console.print(
+        f"\nAll {num_outputs} answers with speculation off and on: {verdict}. "
+        f"Done in {time.perf_counter() - begin_s:.0f} s."
+    )
+    return 0 if all_same else EXIT_DIFFERENT
+
+
+def _show_answers(console: Console, arms: Mapping[str, LLM], prompt: BenchPrompt, max_tokens: int) -> bool:
+    """Both answers side by side, and whether their bytes are equal."""
+    tokenizer = tokenizer_of(arms["plain"])
+    records = {
+        name: run_pass(
+            llm.engine, [tokenise(prompt, tokenizer)], concurrency=1, sampling=answer_sampling(tokenizer, max_tokens)
+        ).prompts[0]
+        for name, llm in arms.items()
+    }
+    texts = {name: tokenizer.decode(record.token_ids) for name, record in records.items()}
+    shown = prompt.text if len(prompt.text) <= NUM_SHOWN_PROMPT_CHARS else f"{prompt.text[:NUM_SHOWN_PROMPT_CHARS]} ..."
+    console.print()
+    console.print(Panel(Text(shown), title=f"{prompt.tier}: prompt", title_align="left", width=WIDTH))
+    titles = {"plain": "speculation off", "spec": "speculation on"}
+    panels = [
+        Panel(Text(texts[name]), title=f"{titles[name]}: {_pace(record)}", title_align="left", width=WIDTH // 2 - 1)
+        for name, record in records.items()
+    ]
+    console.print(Columns(panels, padding=(0, 1)))
+    same = records["plain"].token_ids == records["spec"].token_ids and texts["plain"] == texts["spec"]
+    console.print("byte-identical: " + ("yes" if same else "NO"))
+    return same
+
+
+def _pace(record: PromptRecord) -> str:
+    num_tokens = len(record.token_ids)
+    return f"{num_tokens} tokens in {record.num_rounds} rounds, {record.decode_s:.2f} s"
+
+
+def _measure(
+    arms: Mapping[str, LLM], prompt_set: PromptSet, cell: DemoCell, max_tokens: int, ticker: Ticker
+) -> CellSummary:
+    tokenizer = tokenizer_of(arms["plain"])
+    prompts = draw_prompts(prompt_set.prompts, cell.tier, cell.num_prompts)
+    return run_cell(
+        {name: llm.engine for name, llm in arms.items()},
+        [tokenise(prompt, tokenizer) for prompt in prompts],
+        tier=cell.tier,
+        concurrency=cell.concurrency,
+        prompt_set=prompt_set.name,
+        sampling=answer_sampling(tokenizer, max_tokens),
+        repeats=1,
+        progress=ticker,
+    )

@@ -1,0 +1,46 @@
+"""Flags that several commands share, turned into final values."""
+
+from pathlib import Path
+
+import torch
+
+from outrider.errors import ConfigError
+
+__all__ = ["parse_speculation", "prepare_output", "resolve_dtype", "set_threads"]
+
+
+def set_threads(num_threads: int) -> None:
+    """Set the CPU threads of this process; 0 keeps PyTorch's default.
+
+    Raises:
+        ConfigError: the number is negative.
+    """
+    if num_threads < 0:
+        raise ConfigError(f"--threads {num_threads} is negative; use 1 or more, or 0 for the default")
+    if num_threads:
+        torch.set_num_threads(num_threads)
+
+
+def resolve_dtype(dtype: str) -> str | None:
+    """None for "auto": the engine then takes the dtype of the checkpoint."""
+    return None if dtype == "auto" else dtype
+
+
+def parse_speculation(text: str) -> str | int:
+    """A number of drafts, or the word as it is; the engine refuses words other than auto and off."""
+    return int(text) if text.isdecimal() else text
+
+
+def prepare_output(path: str) -> Path:
+    """A file that can be written, checked before the work starts rather than after it.
+
+    Raises:
+        ConfigError: the folder cannot be created, or the file cannot be opened.
+    """
+    output = Path(path)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.open("a", encoding="utf-8").close()
+    except OSError as error:
+        raise ConfigError(f"--json {path} cannot be written ({error.strerror}); name another file") from error
+    return output

@@ -1,0 +1,262 @@
+"""Offline use: load a checkpoint, generate for a list of prompts, or stream one.
+
+There is no second engine here: ``generate`` and ``stream`` submit requests and step the same loop
+that a server would, so they may be mixed freely from one thread.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from time import perf_counter
+from types import TracebackType
+
+import torch
+
+from outrider.config import resolve_num_draft_tokens
+from outrider.engine.build import EngineLimits, build_engine, resolve_config
+from outrider.engine.engine import Engine
+from outrider.engine.load import default_model_len, load_vocabulary, resolve_dtype
+from outrider.engine.metrics import EngineMetrics
+from outrider.engine.prefill import last_logits
+from outrider.errors import RequestError, UnsupportedError
+from outrider.models.dspark.checkpoint import TargetTables
+from outrider.models.dspark.load import load_predictor
+from outrider.models.kimi_k3.moe import ExpertForm
+from outrider.models.registry import load_target
+from outrider.request import FinishReason, Request, RequestUpdate, RequestUsage, SamplingParams
+from outrider.scheduling.admission import check_token_ids
+from outrider.speculative.drafter import DSparkDrafter
+
+__all__ = ["LLM", "Prompt", "RequestOutput"]
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """A finished request."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # without a stop id
+    text: str  # "" without a tokenizer
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    error: str | None  # set when finish_reason is "error"
+    usage: RequestUsage
+    time_to_first_token_s: float | None  # since submission; None when no token was emitted
+    total_s: float
+
+
+class LLM:
+    """A target model, an optional drafter, and the engine around them.
+
+    Args:
+        model_path: checkpoint directory of the target.
+        drafter: checkpoint directory of a DSpark drafter; None decodes plainly.
+        speculation: "auto" (all drafts of the block), "off", or drafts per round.
+        dtype: compute dtype, "bfloat16", "float32" or "float64"; None takes the checkpoint's.
+        device: torch device.
+        experts: "packed" keeps MXFP4 experts packed, "unpacked" decodes them once.
+        max_num_seqs: sequences that run at once; each holds a recurrent state.
+        max_model_len: prompt and output tokens of one sequence; None takes the model's, up to 8192.
+        limits: further budgets.
+
+    Raises:
+        UserError: a checkpoint or a value cannot be used; the message names it.
+    """
+
+    def __init__(
+        self,
+        model_path: str | Path,
+        drafter: str | Path | None = None,
+        *,
+        speculation: str | int = "auto",
+        dtype: str | None = None,
+        device: str = "cpu",
+        experts: ExpertForm = "unpacked",
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        limits: EngineLimits | None = None,
+    ) -> None:
+        model_path = Path(model_path)
+        self.tokenizer, eos_token_ids = load_vocabulary(model_path)
+        self.max_model_len = default_model_len(model_path) if max_model_len is None else max_model_len
+        self._target = load_target(model_path, dtype=resolve_dtype(model_path, dtype), device=device, experts=experts)
+        self._device = torch.device(device)
+        predictor = None
+        if drafter is not None and speculation not in ("off", 0):
+            tables = TargetTables(embedding_VD=self._target.embedding, head_VD=self._target.lm_head)
+            predictor = load_predictor(Path(drafter), self._target, tables, max_context=self.max_model_len)
+        num_draft_tokens = resolve_num_draft_tokens(speculation, predictor.num_draft_tokens if predictor else 0)
+        self.config = resolve_config(
+            limits or EngineLimits(),
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            num_draft_tokens=num_draft_tokens,
+            chunk_multiple=self._target.chunk_multiple,
+        )
+        num_cache_rows = self.config.cache.num_pages * self.config.cache.page_size
+        self.engine: Engine = build_engine(
+            self._target,
+            DSparkDrafter(predictor, num_cache_rows=num_cache_rows) if predictor else None,
+            self.config,
+            device=self._device,
+            tokenizer=self.tokenizer,
+            eos_token_ids=eos_token_ids,
+        )
+        self._ids = count()
+        # Updates of live requests that their reader has not taken yet.
+        self._mailbox: dict[str, list[RequestUpdate]] = {}
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """Totals since loading."""
+        return self.engine.metrics
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Continue every prompt; results in order of the prompts.
+
+        Args:
+            prompts: texts or token ids.
+            sampling: for all prompts, or one each; None is the default.
+
+        Raises:
+            RequestError: a prompt cannot run; then none of them runs.
+        """
+        if isinstance(prompts, str):
+            raise RequestError("prompts is one string; pass a list of prompts")
+        if sampling is None or isinstance(sampling, SamplingParams):
+            sampling = [sampling or SamplingParams()] * len(prompts)
+        if len(sampling) != len(prompts):
+            raise RequestError(f"{len(sampling)} sampling parameters for {len(prompts)} prompts; pass one each")
+        running: list[_Running] = []
+        try:
+            for prompt, params in zip(prompts, sampling, strict=True):
+                running.append(self._submit(prompt, params))
+            while any(request.last is None for request in running):
+                for request in running:
+                    request.take(self._mailbox[request.request.request_id])
+                if any(request.last is None for request in running):
+                    self._step()
+        finally:
+            for request in running:
+                self._drop(request.request.request_id)
+        return [request.output() for request in running]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[RequestUpdate]:
+        """Continue one prompt, yielding an update per round; the last one has a ``finish_reason``.
+
+        The request is submitted when the first update is asked for, which may raise RequestError.
+        Closing the iterator early aborts it.
+        """
+        request_id = self._submit(prompt, sampling or SamplingParams()).request.request_id
+        try:
+            while True:
+                for update in self._mailbox[request_id]:
+                    yield update
+                    if update.finish_reason is not None:
+                        return
+                self._mailbox[request_id].clear()
+                self._step()
+        finally:
+            self._drop(request_id)
+
+    def last_logits(self, prompt_token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits ``[V]`` after the prompt, compute dtype; running requests are not touched.
+
+        Raises:
+            RequestError: the prompt is empty, too long, or holds a foreign id.
+        """
+        token_ids = tuple(prompt_token_ids)
+        check_token_ids("prompt_token_ids", token_ids, self._target.vocab_size)
+        if not 1 <= len(token_ids) <= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens; use 1 up to the {self.max_model_len}-token context"
+            )
+        return last_logits(self._target, token_ids, self.config, self._device)
+
+    def shutdown(self) -> None:
+        """Abort what runs and refuse further requests."""
+        self._deliver(self.engine.shutdown())
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def _submit(self, prompt: Prompt, sampling: SamplingParams) -> "_Running":
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UnsupportedError("the checkpoint has no tokenizer, so a text prompt cannot run; pass token ids")
+            prompt = self.tokenizer.encode(prompt)
+        begin = perf_counter()
+        request = Request(
+            request_id=f"request-{next(self._ids)}",
+            prompt_token_ids=tuple(prompt),
+            sampling=sampling,
+            arrival_time=begin,
+        )
+        update = self.engine.submit(request)
+        self._mailbox[request.request_id] = [] if update is None else [update]
+        return _Running(request)
+
+    def _step(self) -> None:
+        self._deliver(self.engine.step())
+
+    def _deliver(self, updates: Sequence[RequestUpdate]) -> None:
+        for update in updates:
+            if update.request_id in self._mailbox:
+                self._mailbox[update.request_id].append(update)
+
+    def _drop(self, request_id: str) -> None:
+        """Forget a request; aborts it when it still runs."""
+        self.engine.abort(request_id)
+        del self._mailbox[request_id]
+
+
+class _Running:
+    """Collects the updates of one request of ``generate``."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.last: RequestUpdate | None = None
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._first_token_time: float | None = None
+        self._end_time = 0.0
+
+    def take(self, updates: list[RequestUpdate]) -> None:
+        """Consume updates."""
+        for update in updates:
+            self._token_ids.extend(update.new_token_ids)
+            self._text.append(update.new_text)
+            if self._first_token_time is None and update.new_token_ids:
+                self._first_token_time = perf_counter()
+            if update.finish_reason is not None:
+                self.last, self._end_time = update, perf_counter()
+        updates.clear()
+
+    def output(self) -> RequestOutput:
+        """The finished request."""
+        last = self.last
+        assert last is not None and last.finish_reason is not None and last.usage is not None
+        begin = self.request.arrival_time
+        return RequestOutput(
+            request_id=self.request.request_id,
+            prompt_token_ids=self.request.prompt_token_ids,
+            token_ids=tuple(self._token_ids),
+            text="".join(self._text),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            error=last.error,
+            usage=last.usage,
+            time_to_first_token_s=None if self._first_token_time is None else self._first_token_time - begin,
+            total_s=self._end_time - begin,
+        )

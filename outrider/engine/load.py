@@ -1,0 +1,67 @@
+"""What a checkpoint directory says about vocabulary, dtype and context, beside its weights."""
+
+import logging
+from pathlib import Path
+
+import torch
+
+from outrider.errors import ConfigError
+from outrider.models.fields import Fields, read_config_json
+from outrider.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["default_model_len", "load_vocabulary", "resolve_dtype"]
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+TOKENIZER_FILES = ("tiktoken.model", "tokenizer.json")
+# A released model allows a million positions; memory for that is a choice, not a default.
+MAX_DEFAULT_MODEL_LEN = 8192
+
+
+def load_vocabulary(model_path: Path) -> tuple[Tokenizer | None, frozenset[int]]:
+    """The tokenizer, if the directory holds one, and the ids that end a request.
+
+    Raises:
+        UserError: files are malformed.
+    """
+    declared = read_config_json(model_path).get("eos_token_id")
+    eos_ids = [declared] if isinstance(declared, int) else list(declared or [])
+    if not any((model_path / name).is_file() for name in TOKENIZER_FILES):
+        logger.info("%s holds no tokenizer: token ids only", model_path)
+        return None, frozenset(eos_ids)
+    tokenizer = load_tokenizer(model_path, eos_token_id=eos_ids)
+    return tokenizer, tokenizer.stop_token_ids
+
+
+def resolve_dtype(model_path: Path, dtype: str | None) -> torch.dtype:
+    """The compute dtype by name; None takes the checkpoint's, bfloat16 when it names none.
+
+    Raises:
+        ConfigError: no such dtype is offered.
+    """
+    places = (read_config_json(model_path), _text_fields(model_path))
+    declared = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
+    name = dtype or next((str(value) for value in declared if value), "bfloat16")
+    if name not in DTYPES:
+        raise ConfigError(f"dtype={name!r} is not offered; use {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def default_model_len(model_path: Path) -> int:
+    """The context length of the checkpoint, at most 8192.
+
+    Raises:
+        ConfigError: the config names none.
+    """
+    text = Fields(_text_fields(model_path), where="")
+    name = "max_position_embeddings" if text.has("max_position_embeddings") else "model_max_length"
+    return min(text.integer(name), MAX_DEFAULT_MODEL_LEN)
+
+
+def _text_fields(model_path: Path) -> dict[str, object]:
+    config = read_config_json(model_path)
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise ConfigError(f"text_config={text!r} of {model_path} is not an object")
+    return text

@@ -1,0 +1,77 @@
+"""The command line as outside scripts write it."""
+
+import pytest
+import tyro
+
+from outrider.cli.arguments import BenchAb, Command, Demo, Generate, Inspect, Logits
+from outrider.cli.checkpoints import resolve_checkpoint
+from outrider.cli.runtime import parse_speculation
+from outrider.errors import CheckpointError
+
+
+def parse(*arguments: str):
+    return tyro.cli(Command, args=list(arguments), prog="outrider", config=(tyro.conf.FlagCreatePairsOff,))
+
+
+def test_generate_in_any_order() -> None:
+    expected = Generate(model="m", drafter="d", speculation="3", prompt="hello", max_tokens=5, json=True)
+    line = ["--drafter", "d", "--speculation", "3", "--prompt", "hello", "--max-tokens", "5", "--json"]
+    assert parse("generate", "m", *line) == expected
+    assert parse("generate", *line, "m") == expected
+
+
+@pytest.mark.parametrize("text", ["- a list", "-5 + 3", "None", "two\nlines", " ", "a,b", "ünïcode"])
+def test_a_prompt_may_be_any_text(text: str) -> None:
+    assert parse("generate", "m", "--prompt", text).prompt == text
+
+
+def test_lists_are_comma_separated() -> None:
+    assert parse("logits", "m", "--prompt-ids", "1,2,3", "--json", "o", "--dtype", "float64") == Logits(
+        model="m", prompt_ids=(1, 2, 3), json="o", dtype="float64"
+    )
+    command = parse(
+        *"bench ab m --drafter d --prompts f.jsonl --tiers a,b --concurrency 1,4 --num-prompts 2".split(),
+        *"--max-tokens 9 --arms plain,spec --repeats 3 --threads 2 --json OUT".split(),
+    )
+    assert command == BenchAb(
+        kind="ab", model="m", drafter="d", prompts="f.jsonl", tiers=("a", "b"), concurrency=(1, 4), num_prompts=2,
+        max_tokens=9, arms=("plain", "spec"), repeats=3, threads=2, json="OUT",
+    )  # fmt: skip
+
+
+def test_demo_and_inspect() -> None:
+    assert parse("demo") == Demo()
+    assert parse("inspect", "p") == Inspect(path="p")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "generate", "generate m --unknown 1", "generate m --prompt-ids 1,x", "bench m", "logits m --prompt-ids 1",
+     "generate m --dtype int8"],
+)  # fmt: skip
+def test_wrong_lines_end_with_status_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        parse(*line.split())
+    assert stopped.value.code == 2
+    assert not capsys.readouterr().out
+
+
+def test_speculation_is_a_word_or_a_number() -> None:
+    assert [parse_speculation(text) for text in ("auto", "off", "0", "7", "-1")] == ["auto", "off", 0, 7, "-1"]
+
+
+def test_a_checkpoint_is_a_path_or_a_name(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, checkout = tmp_path / "work", tmp_path / "checkout"
+    for folder in (work / "here", work / "models/both", checkout / "models/both", checkout / "models/shipped"):
+        folder.mkdir(parents=True)
+    monkeypatch.chdir(work)
+
+    def resolved(name: str):
+        return resolve_checkpoint(name, checkout=checkout).resolve()
+
+    assert resolved("here") == work / "here"
+    assert resolved("both") == resolved("models/both") == work / "models/both"
+    assert resolved("shipped") == resolved("models/shipped") == checkout / "models/shipped"
+    for missing in ("absent", ""):
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            resolved(missing)
