@@ -98,7 +98,7 @@ class DrafterAttention(nn.Module):
         self.q_norm = Norm(self.head_dim, config.rms_norm_eps)
         self.k_norm = Norm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, rows, context, tables, mask):  # type: ignore[no-untyped-def]
+    def forward(self, rows, context, tables, mask):
         """``rows`` [B, R, D] normed, ``context`` [B, T, D], rotary tables of rows and of all keys."""
         keys_in = torch.cat((context, rows), 1)
         shape = (rows.shape[0], -1, self.kv_heads, self.head_dim)
@@ -135,7 +135,7 @@ class DrafterLayer(nn.Module):
         self.input_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = Norm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x, context, tables, mask):  # type: ignore[no-untyped-def]
+    def forward(self, x, context, tables, mask):
         """Advance the block rows; the context is shared by all layers and never changed."""
         x = x + self.self_attn(self.input_layernorm(x), context, tables, mask)
         return x + self.mlp(self.post_attention_layernorm(x))

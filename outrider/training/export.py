@@ -128,7 +128,7 @@ def target_tensors(model: KimiK3ForTraining) -> dict[str, torch.Tensor]:
             tensors |= _expert_tensors(name, value)
         else:
             tensors[_disk_name(name)] = value
-    for index, layer in enumerate(model.layers):
+    for index, layer in enumerate(model.walk()):
         if isinstance(layer.self_attn, KdaAttention):
             name = f"layers.{index}.self_attn.A_log"
             padded = torch.zeros(layer.self_attn.head_dim)  # the release pads to head_dim

@@ -43,7 +43,7 @@ def conv_silu(x: torch.Tensor, taps: torch.Tensor) -> torch.Tensor:
 
 
 @torch.compile(dynamic=False)
-def kda_inputs(q, k, gate_logits, beta_logits, a_log, dt_bias, lower_bound):  # type: ignore[no-untyped-def]
+def kda_inputs(q, k, gate_logits, beta_logits, a_log, dt_bias, lower_bound):
     """l2-normalised scaled q, normalised k, bounded log decay, beta (sections 5.3, 5.4)."""
     q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * q.shape[-1] ** -0.5
     k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
@@ -52,14 +52,14 @@ def kda_inputs(q, k, gate_logits, beta_logits, a_log, dt_bias, lower_bound):  # 
 
 
 @torch.compile(dynamic=False)
-def gated_norm(out, weight, gate, eps):  # type: ignore[no-untyped-def]
+def gated_norm(out, weight, gate, eps):
     """Per-head RMSNorm times the sigmoid output gate (section 5.6)."""
     normed = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + eps) * weight
     return normed * torch.sigmoid(gate)
 
 
 @torch.compile(dynamic=False)
-def decay_factors(q, k, log_decay):  # type: ignore[no-untyped-def]
+def decay_factors(q, k, log_decay):
     """The factored decays of one chunk: both exponents are referred to the middle row.
 
     With the -5 bound and 16 rows every exponent stays within +-40, and the product of two
@@ -83,7 +83,7 @@ def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
     return inverse + inverse @ power
 
 
-def kda_chunk_factors(q, k, v, log_decay, beta):  # type: ignore[no-untyped-def]
+def kda_chunk_factors(q, k, v, log_decay, beta):
     """Within-chunk algebra of section 5.7 for [B, H, N, C, .] inputs.
 
     Returns W, U, the masked attention matrix P, exp(G) q, exp(G_last - G) k and exp(G_last).

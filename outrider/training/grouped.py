@@ -12,7 +12,7 @@ class GroupedLinear(torch.autograd.Function):
     """``out[rows of e] = x[rows of e] @ weight[e]^T`` for consecutive runs of rows."""
 
     @staticmethod
-    def forward(ctx, x, weight, sizes):  # type: ignore[no-untyped-def]
+    def forward(ctx, x, weight, sizes):
         """``x`` [R, I], ``weight`` [E, O, I], ``sizes`` E host counts summing to R -> [R, O]."""
         out = x.new_empty(x.shape[0], weight.shape[1])
         start = 0
@@ -24,7 +24,7 @@ class GroupedLinear(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad_out):  # type: ignore[no-untyped-def]
+    def backward(ctx, grad_out):
         """Gradients by the same runs."""
         x, weight = ctx.saved_tensors
         grad_x, grad_weight = torch.empty_like(x), torch.empty_like(weight)

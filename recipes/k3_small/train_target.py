@@ -183,7 +183,7 @@ class Trainer:
         for optimizer, _ in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        for layer in self.model.layers:
+        for layer in self.model.walk():
             if not layer.is_dense:
                 layer.block_sparse_moe.gate.balance(BALANCE_RATE * scale)
         return loss.item()

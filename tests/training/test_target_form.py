@@ -7,7 +7,8 @@ from outrider.ops.quant import decode_mxfp4, encode_mxfp4
 from outrider.testing.reference_k3 import reference_forward
 from outrider.training.export import target_config, target_tensors
 from outrider.training.grouped import grouped_linear
-from outrider.training.kimi_k3 import KimiK3ForTraining, TrainConfig, chunked_delta_rule
+from outrider.training.kda import chunked_delta_rule
+from outrider.training.kimi_k3 import KimiK3ForTraining, TrainConfig
 from outrider.training.muon import orthogonalise
 from outrider.training.quantisation import fake_mxfp4
 
