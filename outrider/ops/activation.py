@@ -10,6 +10,8 @@ import torch
 
 from outrider.ops.invariant import island_dtype, sigmoid, silu, tanh
 
+__all__ = ["Activation", "glu", "glu_fused", "sigmoid_gate", "silu_mul", "silu_mul_reference", "situ", "situ_reference"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Activation:

@@ -13,6 +13,8 @@ from outrider.ops.invariant import island_dtype, pad_rows
 from outrider.ops.paged import KEY_TILE, PagedKeys
 from outrider.ops.tiled import attend_panels, combine_partials, tile_partials, tiles_per_panel
 
+__all__ = ["BlockMask", "block_attention", "block_attention_reference"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockMask:

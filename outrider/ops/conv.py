@@ -10,6 +10,8 @@ import torch
 from outrider.ops.invariant import island_dtype, silu
 from outrider.ops.spans import SpanLayout, to_flat, to_padded
 
+__all__ = ["shift_window", "short_conv", "short_conv_reference", "window_after_spans"]
+
 
 def short_conv(
     inputs_TD: torch.Tensor, window_SWD: torch.Tensor, weight_DK: torch.Tensor, layout: SpanLayout

@@ -19,6 +19,21 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+__all__ = [
+    "batch_matmul",
+    "elementwise",
+    "exp",
+    "island_dtype",
+    "pad_last",
+    "pad_rows",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "tanh",
+    "tile_bmm",
+    "tile_bmm_reference",
+]
+
 LANES = 64  # covers two vectors of the widest unit (2 x 16 float32)
 ROW_TILE = 16  # smallest row count from which float32 and float64 products stop depending on it
 SPLIT_INNER_LIMIT = 256  # fewer matrices than threads are split along a longer inner dimension
@@ -95,13 +110,15 @@ def batch_matmul(a_BRC: torch.Tensor, b_BCN: torch.Tensor) -> torch.Tensor:
     num_matrices, inner = a_BRC.shape[0], a_BRC.shape[2]
     if a_BRC.is_cuda or a_BRC.dtype == torch.bfloat16 or inner <= SPLIT_INNER_LIMIT or num_matrices == 0:
         return torch.bmm(a_BRC, b_BCN)
-    copies = -(-torch.get_num_threads() // num_matrices)
-    if copies == 1:
+    threads = torch.get_num_threads()
+    if num_matrices >= threads:
         return torch.bmm(a_BRC, b_BCN)
-    # Idle threads compute the same matrices again, instead of half of an inner sum each.
-    if num_matrices == 1:
-        return torch.bmm(a_BRC.expand(copies, -1, -1), b_BCN.expand(copies, -1, -1))[:1]
-    return torch.bmm(a_BRC.repeat(copies, 1, 1), b_BCN.repeat(copies, 1, 1))[:num_matrices]
+    # Every thread computes the same whole matrix, instead of a part of its inner sum.
+    alone = [
+        torch.bmm(a_BRC[i : i + 1].expand(threads, -1, -1), b_BCN[i : i + 1].expand(threads, -1, -1))[:1]
+        for i in range(num_matrices)
+    ]
+    return alone[0] if num_matrices == 1 else torch.cat(alone)
 
 
 def tile_bmm(a_BRC: torch.Tensor, b_BCN: torch.Tensor) -> torch.Tensor:

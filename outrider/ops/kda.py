@@ -15,6 +15,20 @@ from outrider.ops.invariant import batch_matmul, exp, island_dtype, sigmoid, sof
 from outrider.ops.norm import l2_norm_scaled
 from outrider.ops.spans import SpanLayout, to_flat, to_padded_with
 
+__all__ = [
+    "KdaLog",
+    "KdaResult",
+    "KdaRows",
+    "kda_beta",
+    "kda_commit",
+    "kda_commit_",
+    "kda_gate",
+    "kda_recurrent",
+    "kda_recurrent_reference",
+    "kda_rows",
+    "kda_update",
+]
+
 COMMIT_ELEMENTS = 1 << 17  # state elements folded at a time, to stay in the processor cache
 
 

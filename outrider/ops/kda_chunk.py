@@ -14,6 +14,8 @@ from outrider.ops.invariant import batch_matmul, exp
 from outrider.ops.kda import KdaResult, KdaRows, kda_rows
 from outrider.ops.spans import SpanLayout, span_layout, to_flat, to_padded_with
 
+__all__ = ["kda_chunk"]
+
 
 def kda_chunk(
     q_THK: torch.Tensor,

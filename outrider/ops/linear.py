@@ -10,6 +10,8 @@ import torch.nn.functional as F
 
 from outrider.ops.invariant import ROW_TILE, pad_rows
 
+__all__ = ["choose_linear", "embedding", "linear", "linear_padded", "linear_reference", "probe_row_invariance"]
+
 LinearFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 # bfloat16 products kept their bits for 1..32 rows at every size tried; from 64 rows on some changed.

@@ -14,6 +14,20 @@ from outrider.ops.linear import linear, linear_padded
 from outrider.ops.quant import decode_mxfp4
 from outrider.ops.select import topk_lowest
 
+__all__ = [
+    "PackedExperts",
+    "Routing",
+    "StackedExperts",
+    "combine",
+    "probe_expert_invariance",
+    "route",
+    "routed_experts",
+    "routed_experts_batched",
+    "routed_experts_loop",
+    "routed_experts_reference",
+    "stack_experts",
+]
+
 # Up to this many rows the batched form pads every expert to one row tile at most.
 BATCHED_MAX_ROWS = 16
 

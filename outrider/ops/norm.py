@@ -7,6 +7,8 @@ import torch
 
 from outrider.ops.invariant import island_dtype, sigmoid
 
+__all__ = ["gated_rms_norm", "gated_rms_norm_reference", "l2_norm_scaled", "rms_norm", "rms_norm_reference"]
+
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm with the rounding of the vendor code: normalise, round, then the gamma product.

@@ -13,6 +13,8 @@ import torch
 
 from outrider.ops.spans import SpanLayout, to_padded, to_padded_with
 
+__all__ = ["PagedKeys", "PagedSpans", "paged_keys", "paged_spans"]
+
 KEY_TILE = 64  # keys per tile; part of the numerics, not a tuning knob
 
 

@@ -10,6 +10,16 @@ import torch
 
 from outrider.errors import CheckpointError
 
+__all__ = [
+    "check_mxfp4",
+    "decode_mxfp4",
+    "decode_mxfp4_reference",
+    "encode_mxfp4",
+    "pack_nibbles",
+    "round_trip_mxfp4",
+    "unpack_nibbles",
+]
+
 GROUP = 32  # inputs that share a scale
 SCALE_BIAS = 127
 SCALE_NAN = 255

@@ -11,6 +11,18 @@ import torch
 from outrider.errors import ConfigError
 from outrider.ops.invariant import island_dtype
 
+__all__ = [
+    "RotaryTable",
+    "YarnScaling",
+    "apply_half",
+    "apply_half_reference",
+    "apply_interleaved",
+    "apply_interleaved_reference",
+    "rotary_frequencies",
+    "rotary_table",
+    "yarn_magnitude",
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YarnScaling:

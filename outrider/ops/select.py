@@ -5,6 +5,8 @@ Dims: N rows, V vocabulary, T rows, E candidates.
 
 import torch
 
+__all__ = ["argmax_lowest", "topk_lowest"]
+
 
 def argmax_lowest(x_NV: torch.Tensor) -> torch.Tensor:
     """Index of the largest value of each row, the lowest one among equals; int64 ``[N]``.

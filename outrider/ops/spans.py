@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+__all__ = ["SpanLayout", "span_layout", "spans_from_lengths", "to_flat", "to_padded", "to_padded_with"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpanLayout:

@@ -15,6 +15,8 @@ import torch
 
 from outrider.ops.invariant import batch_matmul, exp
 
+__all__ = ["TilePartials", "attend_panels", "combine_partials", "tile_partials", "tiles_per_panel"]
+
 PANEL_ELEMENTS = 1 << 19  # largest temporary of a panel of tiles, in elements; does not affect results
 
 

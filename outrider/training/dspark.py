@@ -13,6 +13,21 @@ from torch import nn
 
 from outrider.training.kimi_k3 import Norm, linear
 
+__all__ = [
+    "Blocks",
+    "ConfidenceHead",
+    "DSparkForTraining",
+    "DrafterAttention",
+    "DrafterConfig",
+    "DrafterLayer",
+    "DrafterMlp",
+    "DrafterOutput",
+    "MarkovHead",
+    "block_mask",
+    "rotary",
+    "rotate",
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrafterConfig:

@@ -7,6 +7,18 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 
+__all__ = [
+    "attention_residual_mix",
+    "conv_silu",
+    "decay_factors",
+    "gated_norm",
+    "kda_chunk_factors",
+    "kda_inputs",
+    "rms_norm",
+    "situ",
+    "unit_lower_inverse",
+]
+
 # One compiled form per shape and grad mode; the default limit of 8 would fall back to eager.
 torch._dynamo.config.recompile_limit = 64
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+__all__ = ["GroupedLinear", "grouped_linear"]
+
 
 class GroupedLinear(torch.autograd.Function):
     """``out[rows of e] = x[rows of e] @ weight[e]^T`` for consecutive runs of rows."""

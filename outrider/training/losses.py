@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+__all__ = ["DrafterLosses", "drafter_losses", "row_decay"]
+
 CROSS_ENTROPY_WEIGHT, TOTAL_VARIATION_WEIGHT, CONFIDENCE_WEIGHT = 0.1, 0.9, 1.0
 DECAY_ROWS = 4.0
 

@@ -8,6 +8,8 @@ from collections.abc import Iterable
 
 import torch
 
+__all__ = ["Muon", "orthogonalise"]
+
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 

@@ -5,6 +5,8 @@ Source: k3-architecture.md section 7.3 (E2M1 values, E8M0 scale per group of 32 
 
 import torch
 
+__all__ = ["fake_mxfp4", "mxfp4_exponents", "round_to_e2m1"]
+
 MXFP4_GROUP = 32
 E2M1_MAXIMUM = 6.0
 
