@@ -9,6 +9,7 @@ from typing import Literal
 
 from outrider.bench.closed_loop import TokenisedPrompt
 from outrider.bench.workload import BenchPrompt
+from outrider.cli.runtime import loading_bar
 from outrider.engine.llm import LLM
 from outrider.errors import ConfigError, RequestError
 from outrider.request import SamplingParams
@@ -58,15 +59,17 @@ def open_arms(names: Sequence[str], options: ArmOptions) -> dict[str, LLM]:
     arms = {}
     for name in names:
         begin = time.perf_counter()
-        arms[name] = LLM(
-            options.model,
-            drafter=options.drafter if name == "spec" else None,
-            speculation=options.speculation if name == "spec" else "off",
-            dtype=options.dtype,
-            device=options.device,
-            experts=options.experts,
-            max_num_seqs=options.max_num_seqs,
-        )
+        with loading_bar(f"{options.model.name}, arm {name}") as progress:
+            arms[name] = LLM(
+                options.model,
+                drafter=options.drafter if name == "spec" else None,
+                speculation=options.speculation if name == "spec" else "off",
+                dtype=options.dtype,
+                device=options.device,
+                experts=options.experts,
+                max_num_seqs=options.max_num_seqs,
+                progress=progress,
+            )
         logger.info("loaded arm %s in %.1f s", name, time.perf_counter() - begin)
     return arms
 

@@ -5,7 +5,7 @@ import sys
 
 from outrider.cli.arguments import Generate
 from outrider.cli.checkpoints import resolve_checkpoint
-from outrider.cli.runtime import parse_speculation, resolve_dtype, set_threads
+from outrider.cli.runtime import loading_bar, parse_speculation, resolve_dtype, set_threads
 from outrider.engine.llm import LLM
 from outrider.errors import ConfigError, EngineFault, RequestError
 from outrider.request import FinishReason, RequestUpdate, RequestUsage, SamplingParams
@@ -20,15 +20,17 @@ def run_generate(command: Generate) -> int:
     set_threads(command.threads)
     speculation = parse_speculation(command.speculation)
     uses_drafter = bool(command.drafter) and speculation not in ("off", 0)
-    llm = LLM(
-        resolve_checkpoint(command.model),
-        drafter=resolve_checkpoint(command.drafter) if uses_drafter else None,
-        speculation=speculation if uses_drafter else "off",
-        dtype=resolve_dtype(command.dtype),
-        device=command.device,
-        experts=command.experts,
-        max_num_seqs=1,
-    )
+    with loading_bar(command.model) as progress:
+        llm = LLM(
+            resolve_checkpoint(command.model),
+            drafter=resolve_checkpoint(command.drafter) if uses_drafter else None,
+            speculation=speculation if uses_drafter else "off",
+            dtype=resolve_dtype(command.dtype),
+            device=command.device,
+            experts=command.experts,
+            max_num_seqs=1,
+            progress=progress,
+        )
     prompt_token_ids = command.prompt_ids or _encode(llm.tokenizer, command)
     stop_token_ids = answer_stop_ids(llm.tokenizer) if command.chat and llm.tokenizer is not None else ()
     sampling = SamplingParams(max_tokens=command.max_tokens, stop_token_ids=stop_token_ids)

@@ -4,7 +4,7 @@ import json
 
 from outrider.cli.arguments import Logits
 from outrider.cli.checkpoints import resolve_checkpoint
-from outrider.cli.runtime import prepare_output, resolve_dtype, set_threads
+from outrider.cli.runtime import loading_bar, prepare_output, resolve_dtype, set_threads
 from outrider.engine.llm import LLM
 from outrider.errors import RequestError
 
@@ -17,13 +17,15 @@ def run_logits(command: Logits) -> int:
         raise RequestError("--prompt-ids is empty; give at least one token id")
     output = prepare_output(command.json)
     set_threads(command.threads)
-    llm = LLM(
-        resolve_checkpoint(command.model),
-        dtype=resolve_dtype(command.dtype),
-        device=command.device,
-        experts=command.experts,
-        max_num_seqs=1,
-    )
+    with loading_bar(command.model) as progress:
+        llm = LLM(
+            resolve_checkpoint(command.model),
+            dtype=resolve_dtype(command.dtype),
+            device=command.device,
+            experts=command.experts,
+            max_num_seqs=1,
+            progress=progress,
+        )
     logits_V = llm.last_logits(command.prompt_ids)
     result = {
         "model": command.model,

@@ -1,12 +1,17 @@
 """Flags that several commands share, turned into final values."""
 
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from outrider.errors import ConfigError
 
-__all__ = ["parse_speculation", "prepare_output", "resolve_dtype", "set_threads"]
+__all__ = ["loading_bar", "parse_speculation", "prepare_output", "resolve_dtype", "set_threads"]
 
 
 def set_threads(num_threads: int) -> None:
@@ -44,3 +49,22 @@ def prepare_output(path: str) -> Path:
     except OSError as error:
         raise ConfigError(f"--json {path} cannot be written ({error.strerror}); name another file") from error
     return output
+
+
+@contextmanager
+def loading_bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar on stderr for loading the checkpoint `name`; nothing where stderr is no terminal.
+
+    Yields what a loader calls with bytes done and bytes in total.
+    """
+    columns = (
+        TextColumn(f"loading {name}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    console = Console(file=sys.stderr)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("load", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

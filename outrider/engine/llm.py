@@ -4,7 +4,7 @@ There is no second engine here: ``generate`` and ``stream`` submit requests and 
 that a server would, so they may be mixed freely from one thread.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -62,6 +62,7 @@ class LLM:
         max_num_seqs: sequences that run at once; each holds a recurrent state.
         max_model_len: prompt and output tokens of one sequence; None takes the model's, up to 8192.
         limits: further budgets.
+        progress: called while the target loads, with (bytes done, bytes in total).
 
     Raises:
         UserError: a checkpoint or a value cannot be used; the message names it.
@@ -79,11 +80,14 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         limits: EngineLimits | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> None:
         model_path = Path(model_path)
         self.tokenizer, eos_token_ids = load_vocabulary(model_path)
         self.max_model_len = default_model_len(model_path) if max_model_len is None else max_model_len
-        self._target = load_target(model_path, dtype=resolve_dtype(model_path, dtype), device=device, experts=experts)
+        self._target = load_target(
+            model_path, dtype=resolve_dtype(model_path, dtype), device=device, experts=experts, progress=progress
+        )
         self._device = torch.device(device)
         predictor = None
         if drafter is not None and speculation not in ("off", 0):
