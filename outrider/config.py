@@ -8,8 +8,11 @@ __all__ = [
     "CacheConfig",
     "EngineConfig",
     "SchedulerConfig",
+    "check_positive",
     "resolve_num_draft_tokens",
 ]
+
+MAX_VALUE = 2**31 - 1  # products of two budgets still fit the 64 bits of a tensor size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +23,8 @@ class CacheConfig:
     num_pages: int
 
     def __post_init__(self) -> None:
-        _check_positive("page_size", self.page_size)
-        _check_positive("num_pages", self.num_pages)
+        check_positive("page_size", self.page_size)
+        check_positive("num_pages", self.num_pages)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +38,11 @@ class SchedulerConfig:
     chunk_multiple: int  # the KDA chunk; prompts are cut at its absolute multiples only
 
     def __post_init__(self) -> None:
-        _check_positive("max_num_seqs", self.max_num_seqs)
-        _check_positive("max_model_len", self.max_model_len)
-        _check_positive("max_step_rows", self.max_step_rows)
-        _check_positive("max_prefill_tokens", self.max_prefill_tokens)
-        _check_positive("chunk_multiple", self.chunk_multiple)
+        check_positive("max_num_seqs", self.max_num_seqs)
+        check_positive("max_model_len", self.max_model_len)
+        check_positive("max_step_rows", self.max_step_rows)
+        check_positive("max_prefill_tokens", self.max_prefill_tokens)
+        check_positive("chunk_multiple", self.chunk_multiple)
         for name, value in (
             ("max_step_rows", self.max_step_rows),
             ("max_prefill_tokens", self.max_prefill_tokens),
@@ -82,7 +85,7 @@ def resolve_num_draft_tokens(speculation: str | int, drafter_num_draft_tokens: i
         return drafter_num_draft_tokens
     if speculation == "off":
         return 0
-    if isinstance(speculation, str | bool) or speculation < 0:
+    if isinstance(speculation, bool) or not isinstance(speculation, int) or speculation < 0:
         raise ConfigError(f"speculation={speculation!r} is unknown; use 'auto', 'off' or a number >= 0")
     if speculation > drafter_num_draft_tokens:
         raise ConfigError(
@@ -92,6 +95,11 @@ def resolve_num_draft_tokens(speculation: str | int, drafter_num_draft_tokens: i
     return speculation
 
 
-def _check_positive(name: str, value: int) -> None:
+def check_positive(name: str, value: int) -> None:
+    """Raise ConfigError unless a value is an integer from 1 to MAX_VALUE."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(f"{name}={value!r} is no integer; use 1 or more")
     if value < 1:
         raise ConfigError(f"{name}={value} is not positive; use 1 or more")
+    if value > MAX_VALUE:
+        raise ConfigError(f"{name}={value} exceeds {MAX_VALUE}, the most that is offered; lower it")

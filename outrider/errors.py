@@ -1,4 +1,4 @@
-"""The exception tree.
+"""The exception tree, and allocation failures as part of it.
 
 OutriderError(Exception)
 |-- UserError(OutriderError, ValueError)   what a caller can cause and can fix
@@ -14,6 +14,9 @@ A UserError message names the value, the limit and the remedy. An EngineFault me
 corrupt: it stops the engine and is never caught to continue.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "CapacityError",
     "CheckpointError",
@@ -24,6 +27,7 @@ __all__ = [
     "TokenizerError",
     "UnsupportedError",
     "UserError",
+    "allocating",
 ]
 
 
@@ -61,3 +65,17 @@ class TokenizerError(UserError):
 
 class EngineFault(OutriderError):
     """An internal invariant is broken; the engine must stop."""
+
+
+@contextmanager
+def allocating(what: str) -> Iterator[None]:
+    """Around allocations whose size a caller or a config file chose.
+
+    Raises:
+        CapacityError: they failed, whatever torch raised for it.
+    """
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CapacityError(f"{what} cannot be allocated ({reason}); use smaller sizes or more memory") from error

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from enum import StrEnum
+from numbers import Integral, Real
 
 from outrider.errors import RequestError, UnsupportedError
 
@@ -44,11 +45,33 @@ class SamplingParams:
     speculation: bool = True  # False = this request never gets drafts
 
     def __post_init__(self) -> None:
+        self._check_types()
         self._check_ranges()
         self._check_greedy()
 
+    def _check_types(self) -> None:
+        for name, value, kind in (
+            ("temperature", self.temperature, Real),
+            ("top_k", self.top_k, Integral),
+            ("top_p", self.top_p, Real),
+            ("seed", 0 if self.seed is None else self.seed, Integral),
+            ("max_tokens", 0 if self.max_tokens is None else self.max_tokens, Integral),
+            ("logprobs", 0 if self.logprobs is None else self.logprobs, Integral),
+        ):
+            if isinstance(value, bool) or not isinstance(value, kind):
+                raise RequestError(f"{name}={value!r} is not {'an integer' if kind is Integral else 'a number'}")
+        for name, flag in (("ignore_eos", self.ignore_eos), ("speculation", self.speculation)):
+            if not isinstance(flag, bool):
+                raise RequestError(f"{name}={flag!r} is neither True nor False")
+        if isinstance(self.stop, str):
+            raise RequestError(f"stop={self.stop!r} is one string; pass a tuple of strings")
+        if not isinstance(self.stop, tuple | list) or not all(isinstance(text, str) for text in self.stop):
+            raise RequestError(f"stop={self.stop!r} is no tuple of strings")
+        if not isinstance(self.stop_token_ids, tuple | list):
+            raise RequestError(f"stop_token_ids={self.stop_token_ids!r} is no tuple of token ids")
+
     def _check_ranges(self) -> None:
-        if not math.isfinite(self.temperature) or self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise RequestError(f"temperature={self.temperature} is not a finite number >= 0; use 0")
         if not 0 < self.top_p <= 1:
             raise RequestError(f"top_p={self.top_p} is outside (0, 1]; use 1")
@@ -56,8 +79,6 @@ class SamplingParams:
             raise RequestError(f"top_k={self.top_k} is negative; use 0 to switch it off")
         if self.max_tokens is not None and self.max_tokens < 0:
             raise RequestError(f"max_tokens={self.max_tokens} is negative; use 0 or more")
-        if isinstance(self.stop, str):
-            raise RequestError(f"stop={self.stop!r} is one string; pass a tuple of strings")
         if "" in self.stop:
             raise RequestError("stop contains an empty string, which would match at once; remove it")
 

@@ -46,7 +46,8 @@ def load_prompt_set(path: Path) -> PromptSet:
     """
     try:
         content = path.read_bytes()
-        lines = content.decode("utf-8").splitlines()
+        # Not str.splitlines: a text may hold U+2028 and its like as they are, and they end no JSON line.
+        lines = content.decode("utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"cannot read prompts from {path}: {error}; give a UTF-8 JSONL file") from error
     prompts = [_parse_row(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
@@ -60,9 +61,9 @@ def _parse_row(line: str, where: str) -> BenchPrompt:
             question_id=str(row["question_id"]),
             tier=str(row["category"]),
             sub_category=str(row["sub_category"]),
-            text=row["turns"][0],
+            text=row["turns"][0] if isinstance(row["turns"], list) else None,
         )
-    except (ValueError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise RequestError(
             f"{where} is no prompt row ({type(error).__name__}: {error}); "
             "it needs question_id, category, sub_category and a list of turns"

@@ -1,6 +1,9 @@
 """The `outrider` command: results on stdout, everything else on stderr."""
 
+import contextlib
+import io
 import logging
+import re
 import sys
 from collections.abc import Sequence
 
@@ -23,10 +26,17 @@ EXIT_INTERRUPTED = 130
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status.
 
-    A UserError becomes one line on stderr and status 2, without a traceback. Anything else is a fault of
-    ours and keeps its traceback.
+    A wrong command line or a UserError becomes one line on stderr and status 2, without a traceback. Anything
+    else is a fault of ours and keeps its traceback.
     """
-    command = tyro.cli(Command, args=arguments, prog="outrider", config=(tyro.conf.FlagCreatePairsOff,))
+    report = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(report):
+            command = tyro.cli(Command, args=arguments, prog="outrider", config=(tyro.conf.FlagCreatePairsOff,))
+    except SystemExit as stop:  # status 0 after --help, which has gone to stdout
+        if stop.code == EXIT_USER_ERROR:
+            print("outrider:", _one_line(report.getvalue()), file=sys.stderr)
+        raise
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="outrider: %(message)s")
     try:
         return _run(command)
@@ -36,6 +46,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("outrider: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+
+
+def _one_line(report: str) -> str:
+    """The message of tyro's framed report, without its frame and the help texts it quotes."""
+    frame = "-─│╭╮╰╯| "
+    title, *parts = re.split(r"^[-─│╭╮╰╯| ]*[-─]{8,}[-─│╭╮╰╯| ]*$", report.strip("\n"), flags=re.MULTILINE)
+    message = " ".join(line.strip(frame) for line in (parts or [title])[0].splitlines())
+    return f"{' '.join(message.split())}; see outrider --help"
 
 
 def _run(command: object) -> int:

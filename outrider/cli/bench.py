@@ -15,19 +15,20 @@ from outrider.bench.workload import PromptSet, draw_prompts, load_prompt_set
 from outrider.cli.arguments import BenchAb
 from outrider.cli.arms import ArmOptions, Ticker, answer_sampling, open_arms, tokenise, tokenizer_of, usable_prompts
 from outrider.cli.checkpoints import resolve_checkpoint
-from outrider.cli.runtime import parse_speculation, prepare_output, resolve_dtype, set_threads
+from outrider.cli.runtime import parse_speculation, prepare_output, resolve_dtype, set_threads, write_output
 from outrider.engine.llm import LLM
 from outrider.errors import ConfigError
 
 __all__ = ["run_bench_ab"]
 
 LEDGER = Path("benchmarks/ledger.jsonl")
+EXIT_DIFFERENT = 1
 
 logger = logging.getLogger(__name__)
 
 
 def run_bench_ab(command: BenchAb) -> int:
-    """Measure, print and write; returns the exit status."""
+    """Measure, print and write; returns 1 if any outputs differ, else 0."""
     _check(command)
     output = prepare_output(command.json) if command.json else None
     set_threads(command.threads)
@@ -56,13 +57,14 @@ def run_bench_ab(command: BenchAb) -> int:
         "cells": cells_to_json(cells),
     }
     if output is not None:
-        output.write_text(json.dumps(row, indent=1, allow_nan=False), encoding="utf-8")
+        write_output(output, json.dumps(row, indent=1, allow_nan=False))
     if command.record:
         append_row(LEDGER, row)
-    if not all(cell.identical for cell in cells):
+    all_same = all(cell.identical for cell in cells)
+    if not all_same:
         logger.error("outputs DIFFER between arms or repeats: see `identical`; this must not happen")
     print(summary_line(cells))
-    return 0
+    return 0 if all_same else EXIT_DIFFERENT
 
 
 def _check(command: BenchAb) -> None:

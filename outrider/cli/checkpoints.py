@@ -20,7 +20,14 @@ def resolve_checkpoint(name: str, *, checkout: Path = CHECKOUT) -> Path:
     """
     candidates = (Path(name), Path("models") / name, checkout / name, checkout / "models" / name)
     for candidate in candidates:
-        if name and candidate.is_dir():
+        if name and _is_directory(candidate):
             return candidate
     tried = ", ".join(str(candidate) for candidate in dict.fromkeys(candidates))
     raise CheckpointError(f"no checkpoint {name!r} (tried {tried}); give a directory that holds a config.json")
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that no file can have, or a parent that may not be searched
+        return False

@@ -4,7 +4,7 @@ import json
 
 from outrider.cli.arguments import Logits
 from outrider.cli.checkpoints import resolve_checkpoint
-from outrider.cli.runtime import loading_bar, prepare_output, resolve_dtype, set_threads
+from outrider.cli.runtime import loading_bar, prepare_output, resolve_dtype, set_threads, write_output
 from outrider.engine.llm import LLM
 from outrider.errors import RequestError
 
@@ -33,5 +33,5 @@ def run_logits(command: Logits) -> int:
         "prompt_token_ids": list(command.prompt_ids),
         "logits": logits_V.double().tolist(),  # a float64 holds every value of the narrower types exactly
     }
-    output.write_text(json.dumps(result), encoding="utf-8")
+    write_output(output, json.dumps(result))
     return 0

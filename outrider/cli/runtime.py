@@ -11,17 +11,20 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from outrider.errors import ConfigError
 
-__all__ = ["loading_bar", "parse_speculation", "prepare_output", "resolve_dtype", "set_threads"]
+__all__ = ["loading_bar", "parse_speculation", "prepare_output", "resolve_dtype", "set_threads", "write_output"]
+
+MAX_THREADS = 1024
+MAX_DIGITS = 9  # of a number of drafts; int() itself refuses very long ones
 
 
 def set_threads(num_threads: int) -> None:
     """Set the CPU threads of this process; 0 keeps PyTorch's default.
 
     Raises:
-        ConfigError: the number is negative.
+        ConfigError: the number is out of range.
     """
-    if num_threads < 0:
-        raise ConfigError(f"--threads {num_threads} is negative; use 1 or more, or 0 for the default")
+    if not 0 <= num_threads <= MAX_THREADS:
+        raise ConfigError(f"--threads {num_threads} is outside 0..{MAX_THREADS}; use 1 or more, or 0 for the default")
     if num_threads:
         torch.set_num_threads(num_threads)
 
@@ -33,7 +36,7 @@ def resolve_dtype(dtype: str) -> str | None:
 
 def parse_speculation(text: str) -> str | int:
     """A number of drafts, or the word as it is; the engine refuses words other than auto and off."""
-    return int(text) if text.isdecimal() else text
+    return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else text
 
 
 def prepare_output(path: str) -> Path:
@@ -46,9 +49,22 @@ def prepare_output(path: str) -> Path:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.open("a", encoding="utf-8").close()
-    except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written ({error.strerror}); name another file") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"--json {path!r} cannot be written ({reason}); name another file") from error
     return output
+
+
+def write_output(output: Path, text: str) -> None:
+    """Write a whole result.
+
+    Raises:
+        ConfigError: the file could be opened before, but not be written now.
+    """
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written ({error.strerror}); free space or name another file") from error
 
 
 @contextmanager

@@ -82,7 +82,8 @@ def upload(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor,
     """Host integers as int64 tensors on ``device``, all columns in one copy."""
     flat = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.int64)
     if device.type == "cuda":
-        flat = flat.pin_memory().to(device, non_blocking=True)
+        flat = flat.pin_memory()
+    flat = flat.to(device, non_blocking=True)
     return torch.split(flat, [len(column) for column in columns])
 
 

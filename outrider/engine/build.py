@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.config import CacheConfig, EngineConfig, SchedulerConfig
+from outrider.config import CacheConfig, EngineConfig, SchedulerConfig, check_positive
 from outrider.engine.engine import Engine
 from outrider.engine.runner import Runner
 from outrider.models.protocol import TargetModel
@@ -41,6 +41,14 @@ def resolve_config(
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
     """
+    # Before any arithmetic, so that a message names the value that was given, not one that followed from it.
+    for name, value in (
+        ("page_size", limits.page_size),
+        ("max_prefill_tokens", limits.max_prefill_tokens),
+        ("max_num_seqs", max_num_seqs),
+        ("max_model_len", max_model_len),
+    ):
+        check_positive(name, value)
     max_prefill_tokens = max(limits.max_prefill_tokens, min(chunk_multiple, max_model_len))
     num_pages = limits.num_pages
     if num_pages is None:
@@ -77,5 +85,6 @@ def build_engine(
         config.cache,
         num_draft_tokens=config.num_draft_tokens,
         eos_token_ids=eos_token_ids,
+        vocab_size=target.vocab_size,
     )
     return Engine(runner, scheduler, vocab_size=target.vocab_size, tokenizer=tokenizer)

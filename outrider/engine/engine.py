@@ -94,7 +94,7 @@ class Engine:
             raise EngineFault("the scheduler planned nothing although requests wait; its pools have leaked")
         try:
             result = self._runner.run(plan)
-            updates = self._end_not_finite(plan, result) + self._scheduler.update(plan, result)
+            updates = self._scheduler.update(plan, result)
         except (EngineFault, AssertionError) as fault:
             self._stop(f"{type(fault).__name__}: {fault}")
             raise
@@ -114,15 +114,6 @@ class Engine:
         updates = [self.abort(request_id) for request_id in self._scheduler.request_ids]
         self._stopped_by = self._stopped_by or "shutdown"
         return [update for update in updates if update is not None]
-
-    def _end_not_finite(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
-        """End the sequences whose logits held a NaN: their argmax is no token id."""
-        request_ids = [
-            item.request_id
-            for item, token_ids in zip(plan.scheduled, result.output_token_ids, strict=True)
-            if token_ids and token_ids[-1] >= self._vocab_size
-        ]
-        return self._scheduler.fail(request_ids, "the target's logits are not finite; the cause is in its weights")
 
     def _stop(self, cause: str) -> None:
         logger.critical("engine stops, state may be corrupt: %s", cause)

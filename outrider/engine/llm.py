@@ -4,7 +4,7 @@ There is no second engine here: ``generate`` and ``stream`` submit requests and 
 that a server would, so they may be mixed freely from one thread.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -13,13 +13,13 @@ from types import TracebackType
 
 import torch
 
-from outrider.config import resolve_num_draft_tokens
+from outrider.config import check_positive, resolve_num_draft_tokens
 from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.engine.engine import Engine
-from outrider.engine.load import default_model_len, load_vocabulary, resolve_dtype
+from outrider.engine.load import default_model_len, load_vocabulary, resolve_device, resolve_dtype
 from outrider.engine.metrics import EngineMetrics
 from outrider.engine.prefill import last_logits
-from outrider.errors import RequestError, UnsupportedError
+from outrider.errors import RequestError, UnsupportedError, allocating
 from outrider.models.dspark.checkpoint import TargetTables
 from outrider.models.dspark.load import load_predictor
 from outrider.models.kimi_k3.moe import ExpertForm
@@ -83,12 +83,13 @@ class LLM:
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         model_path = Path(model_path)
+        self._device = resolve_device(device)
         self.tokenizer, eos_token_ids = load_vocabulary(model_path)
         self.max_model_len = default_model_len(model_path) if max_model_len is None else max_model_len
+        check_positive("max_model_len", self.max_model_len)
         self._target = load_target(
-            model_path, dtype=resolve_dtype(model_path, dtype), device=device, experts=experts, progress=progress
+            model_path, dtype=resolve_dtype(model_path, dtype), device=self._device, experts=experts, progress=progress
         )
-        self._device = torch.device(device)
         predictor = None
         if drafter is not None and speculation not in ("off", 0):
             tables = TargetTables(embedding_VD=self._target.embedding, head_VD=self._target.lm_head)
@@ -102,14 +103,15 @@ class LLM:
             chunk_multiple=self._target.chunk_multiple,
         )
         num_cache_rows = self.config.cache.num_pages * self.config.cache.page_size
-        self.engine: Engine = build_engine(
-            self._target,
-            DSparkDrafter(predictor, num_cache_rows=num_cache_rows) if predictor else None,
-            self.config,
-            device=self._device,
-            tokenizer=self.tokenizer,
-            eos_token_ids=eos_token_ids,
-        )
+        with allocating(f"the caches of {max_num_seqs} sequences and {num_cache_rows} tokens"):
+            self.engine: Engine = build_engine(
+                self._target,
+                DSparkDrafter(predictor, num_cache_rows=num_cache_rows) if predictor else None,
+                self.config,
+                device=self._device,
+                tokenizer=self.tokenizer,
+                eos_token_ids=eos_token_ids,
+            )
         self._ids = count()
         # Updates of live requests that their reader has not taken yet.
         self._mailbox: dict[str, list[RequestUpdate]] = {}
@@ -131,8 +133,8 @@ class LLM:
         Raises:
             RequestError: a prompt cannot run; then none of them runs.
         """
-        if isinstance(prompts, str):
-            raise RequestError("prompts is one string; pass a list of prompts")
+        if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+            raise RequestError(f"prompts is {type(prompts).__name__}; pass a list of prompts")
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
         if len(sampling) != len(prompts):
@@ -200,6 +202,8 @@ class LLM:
             if self.tokenizer is None:
                 raise UnsupportedError("the checkpoint has no tokenizer, so a text prompt cannot run; pass token ids")
             prompt = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
+            raise RequestError(f"the prompt is {type(prompt).__name__}; pass a text or a list of token ids")
         begin = perf_counter()
         request = Request(
             request_id=f"request-{next(self._ids)}",

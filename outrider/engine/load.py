@@ -8,8 +8,9 @@ import torch
 from outrider.errors import ConfigError
 from outrider.models.fields import Fields, read_config_json
 from outrider.tokenizer import Tokenizer, load_tokenizer
+from outrider.tokenizer.files import ids_of
 
-__all__ = ["default_model_len", "load_vocabulary", "resolve_dtype"]
+__all__ = ["default_model_len", "load_vocabulary", "resolve_device", "resolve_dtype"]
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +27,9 @@ def load_vocabulary(model_path: Path) -> tuple[Tokenizer | None, frozenset[int]]
         UserError: files are malformed.
     """
     declared = read_config_json(model_path).get("eos_token_id")
-    eos_ids = [declared] if isinstance(declared, int) else list(declared or [])
+    if declared is None:  # the wrapper wins, as in the model's own config
+        declared = _text_fields(model_path).get("eos_token_id")
+    eos_ids = ids_of(declared, "config.json")
     if not any((model_path / name).is_file() for name in TOKENIZER_FILES):
         logger.info("%s holds no tokenizer: token ids only", model_path)
         return None, frozenset(eos_ids)
@@ -46,6 +49,19 @@ def resolve_dtype(model_path: Path, dtype: str | None) -> torch.dtype:
     if name not in DTYPES:
         raise ConfigError(f"dtype={name!r} is not offered; use {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device by name.
+
+    Raises:
+        ConfigError: torch does not know it, or cannot use it on this machine.
+    """
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device={name!r} cannot be used ({reason}); use cpu or a device of this machine") from error
 
 
 def default_model_len(model_path: Path) -> int:

@@ -30,7 +30,8 @@ def last_logits(
     page_table = PageTable(num_slots=1, max_pages=num_pages, page_size=page_size, device=device)
     page_table.assign(0, range(num_pages))
     budget = min(config.scheduler.max_step_rows, config.scheduler.max_prefill_tokens)
-    length = max(budget - budget % config.scheduler.chunk_multiple, 1)
+    # A budget below one chunk means a context below one chunk: such a prompt is never cut.
+    length = budget - budget % config.scheduler.chunk_multiple or budget
     no_drafts = StepDrafts(token_ids_SG=torch.empty((1, 0), dtype=torch.int64, device=device), block_rows=(0,))
     for start in range(0, len(token_ids), length):
         chunk = ScheduledSequence(

@@ -7,7 +7,26 @@ from typing import Any
 
 from outrider.errors import ConfigError
 
-__all__ = ["Fields", "read_config_json"]
+__all__ = ["MAX_INTEGER", "Fields", "is_finite_number", "read_config_json", "shown"]
+
+MAX_INTEGER = 2**31 - 1  # no count, size or id of a checkpoint comes near it
+MAX_SHOWN_CHARS = 80
+
+
+def shown(value: object) -> str:
+    """A value for a message, cut to a readable length."""
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN_CHARS else f"{text[:MAX_SHOWN_CHARS]}..."
+
+
+def is_finite_number(value: object) -> bool:
+    """Whether a JSON value is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer of more than 308 digits
+        return False
 
 
 def read_config_json(directory: Path) -> dict[str, Any]:
@@ -49,13 +68,13 @@ class Fields:
         return default
 
     def _wrong(self, name: str, value: object, expected: str) -> ConfigError:
-        return ConfigError(f"{self.where}{name}={value!r}: expected {expected}")
+        return ConfigError(f"{self.where}{name}={shown(value)}: expected {expected}")
 
     def integer(self, name: str, *, default: int | None = None, minimum: int = 1) -> int:
-        """Integer field of at least ``minimum``; a missing one is an error without a default."""
+        """Integer field from ``minimum`` to MAX_INTEGER; a missing one is an error without a default."""
         value = self._value(name, default)
-        if type(value) is not int or value < minimum:
-            raise self._wrong(name, value, f"an integer of at least {minimum}")
+        if type(value) is not int or not minimum <= value <= MAX_INTEGER:
+            raise self._wrong(name, value, f"an integer of at least {minimum} and at most {MAX_INTEGER}")
         return value
 
     def optional_integer(self, name: str) -> int | None:
@@ -65,9 +84,16 @@ class Fields:
     def number(self, name: str, *, default: float | None = None) -> float:
         """Finite number field."""
         value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        if not isinstance(value, int | float) or not is_finite_number(value):
             raise self._wrong(name, value, "a finite number")
         return float(value)
+
+    def positive(self, name: str, *, default: float | None = None) -> float:
+        """Finite number field above 0, such as a divisor or an epsilon."""
+        value = self.number(name, default=default)
+        if value <= 0:
+            raise self._wrong(name, value, "a number above 0")
+        return value
 
     def optional_number(self, name: str) -> float | None:
         """Finite number field; None when absent or null."""

@@ -7,6 +7,7 @@ from typing import Self
 import torch
 from torch import nn
 
+from outrider.errors import allocating
 from outrider.ops.invariant import island_dtype
 from outrider.ops.linear import LinearFunction, linear
 
@@ -28,15 +29,19 @@ class Build:
 
     def weight(self, *shape: int) -> nn.Parameter:
         """Uninitialised inference parameter in the compute dtype."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+        return nn.Parameter(self._empty(shape, self.dtype), requires_grad=False)
 
     def packed(self, *shape: int) -> nn.Parameter:
         """Uninitialised byte parameter (MXFP4 codes or scales)."""
-        return nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=self.device), requires_grad=False)
+        return nn.Parameter(self._empty(shape, torch.uint8), requires_grad=False)
 
     def island_weight(self, *shape: int) -> "IslandParameter":
         """Uninitialised parameter in the island dtype that survives casts of the whole model."""
-        return IslandParameter(torch.empty(shape, dtype=self.island, device=self.device))
+        return IslandParameter(self._empty(shape, self.island))
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        with allocating(f"a parameter of shape {shape} and dtype {dtype}"):
+            return torch.empty(shape, dtype=dtype, device=self.device)
 
 
 class IslandParameter(nn.Module):

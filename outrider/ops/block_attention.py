@@ -22,6 +22,7 @@ class BlockMask:
 
     causal: bool = False  # inside the block, a row sees itself and earlier rows only
     window: int | None = None  # a key is visible iff query position - key position < window
+    window_from_anchor: bool = False  # instead: context keys from anchor - window on, and the whole block
 
 
 def block_attention(
@@ -65,7 +66,8 @@ def block_attention(
         exists = position_YN < num_keys_B[:, None, None]
         visible_BYQN = exists[:, :, None]
         if mask.window is not None:
-            distance = num_keys_B[:, None, None, None] + row_Q[:, None] - position_YN[:, None, :]
+            origin = row_Q.new_full((1, 1), -1) if mask.window_from_anchor else row_Q[:, None]
+            distance = num_keys_B[:, None, None, None] + origin - position_YN[:, None, :]
             visible_BYQN = visible_BYQN & (distance < mask.window)
         context_K = _context_tiles(context_keys_RJK, keys, first, last, island)
         context_V = _context_tiles(context_values_RJK, keys, first, last, island)
@@ -104,7 +106,7 @@ def _block_visible(row_Q: torch.Tensor, num_rows: int, mask: BlockMask) -> torch
     visible_QN = (key_N < num_rows).expand(row_Q.shape[0], -1)
     if mask.causal:
         visible_QN = visible_QN & (key_N <= query_Q1)
-    if mask.window is not None:
+    if mask.window is not None and not mask.window_from_anchor:
         visible_QN = visible_QN & (query_Q1 - key_N < mask.window)
     return visible_QN[None, None]
 
@@ -134,7 +136,8 @@ def block_attention_reference(
         for g in range(num_rows):
             visible_N = position_N < count + (g + 1 if mask.causal else num_rows)
             if mask.window is not None:
-                visible_N &= count + g - position_N < mask.window
+                origin = count - 1 if mask.window_from_anchor else count + g
+                visible_N &= origin - position_N < mask.window
             scores_HN = torch.einsum("hk,nhk->hn", q_SGHK[s, g].to(island), k_NHK[visible_N]) * scale
             out[s, g] = torch.einsum("hn,nhk->hk", torch.softmax(scores_HN, dim=-1), v_NHK[visible_N])
     return out.to(q_SGHK.dtype)

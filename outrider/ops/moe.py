@@ -10,7 +10,7 @@ import torch
 
 from outrider.ops.activation import Activation, glu_fused
 from outrider.ops.invariant import island_dtype, sigmoid, tile_bmm
-from outrider.ops.linear import linear, linear_padded
+from outrider.ops.linear import LinearFunction, linear, linear_padded
 from outrider.ops.quant import decode_mxfp4
 from outrider.ops.select import topk_lowest
 
@@ -131,20 +131,29 @@ def combine(outputs_TXL: torch.Tensor, weights_TX: torch.Tensor) -> torch.Tensor
     return total_TL.to(outputs_TXL.dtype)
 
 
-def routed_experts(x_TL: torch.Tensor, routing: Routing, experts: Experts, activation: Activation) -> torch.Tensor:
+def routed_experts(
+    x_TL: torch.Tensor,
+    routing: Routing,
+    experts: Experts,
+    activation: Activation,
+    *,
+    product: LinearFunction = linear,
+) -> torch.Tensor:
     """Expert outputs combined per row, ``[T, L]`` in the dtype of x.
 
     Takes the batched form when the rows reach about every expert anyway, else the loop. Both give the
-    same bits, so the choice may depend on the batch.
+    same bits, so the choice may depend on the batch. Where the start-up probe found that they do not,
+    ``product`` is ``linear_padded`` and only the loop runs, on padded tiles.
     """
     num_rows, num_chosen = routing.expert_ids_TX.shape
     if (
         isinstance(experts, StackedExperts)
+        and product is linear
         and num_rows <= BATCHED_MAX_ROWS
         and num_rows * num_chosen >= experts.num_experts
     ):
         return routed_experts_batched(x_TL, routing, experts, activation)
-    return routed_experts_loop(x_TL, routing, experts, activation)
+    return routed_experts_loop(x_TL, routing, experts, activation, product=product)
 
 
 def routed_experts_batched(
@@ -159,7 +168,14 @@ def routed_experts_batched(
     return combine(out_ETL[routing.expert_ids_TX, row_T1], routing.weights_TX)
 
 
-def routed_experts_loop(x_TL: torch.Tensor, routing: Routing, experts: Experts, activation: Activation) -> torch.Tensor:
+def routed_experts_loop(
+    x_TL: torch.Tensor,
+    routing: Routing,
+    experts: Experts,
+    activation: Activation,
+    *,
+    product: LinearFunction = linear,
+) -> torch.Tensor:
     """One product per expert that has rows. Copies the counts per expert to the host (one sync)."""
     if x_TL.shape[0] == 0:
         return torch.empty_like(x_TL)
@@ -171,22 +187,24 @@ def routed_experts_loop(x_TL: torch.Tensor, routing: Routing, experts: Experts, 
     pieces_RL = torch.split(sorted_RL, [counts[index] for index in used])
     weights = [experts.expert(index) for index in used]
     # One activation over all pairs between the products: it costs as much as a small product.
-    gate_up = [_expert_product(x, gate_up_JL) for x, (gate_up_JL, _) in zip(pieces_RL, weights, strict=True)]
+    gate_up = [_expert_product(x, gate_up_JL, product) for x, (gate_up_JL, _) in zip(pieces_RL, weights, strict=True)]
     hidden_RI = glu_fused(activation, torch.cat(gate_up))
     pieces_RI = torch.split(hidden_RI, [counts[index] for index in used])
-    out_sorted_RL = torch.cat([_expert_product(x, down_LI) for x, (_, down_LI) in zip(pieces_RI, weights, strict=True)])
+    out_sorted_RL = torch.cat(
+        [_expert_product(x, down_LI, product) for x, (_, down_LI) in zip(pieces_RI, weights, strict=True)]
+    )
     out_RL = torch.empty_like(out_sorted_RL)
     out_RL[order_R] = out_sorted_RL
     return combine(out_RL.view(-1, num_chosen, x_TL.shape[1]), routing.weights_TX)
 
 
-def _expert_product(x_RI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+def _expert_product(x_RI: torch.Tensor, weight_OI: torch.Tensor, product: LinearFunction) -> torch.Tensor:
     """Product of one expert with the bits of the batched form.
 
     In bfloat16 a plain linear has them (and a lone batched product would copy the transposed weight).
     """
     if x_RI.dtype == torch.bfloat16:
-        return linear(x_RI, weight_OI)
+        return product(x_RI, weight_OI)
     return tile_bmm(x_RI[None], weight_OI.T[None])[0]
 
 

@@ -11,7 +11,6 @@ import torch
 from outrider.errors import CheckpointError
 
 __all__ = [
-    "check_mxfp4",
     "decode_mxfp4",
     "decode_mxfp4_reference",
     "encode_mxfp4",
@@ -42,24 +41,6 @@ def unpack_nibbles(packed_OB: torch.Tensor) -> torch.Tensor:
 def _grouped(x_OI: torch.Tensor) -> torch.Tensor:
     """``[..., I] -> [..., I / 32, 32]``."""
     return x_OI.reshape(*x_OI.shape[:-1], -1, GROUP)
-
-
-def check_mxfp4(packed_OB: torch.Tensor, scale_OG: torch.Tensor) -> None:
-    """Check shapes, dtypes and scale codes of a loaded pair.
-
-    Raises:
-        CheckpointError: with the value found and the one expected.
-    """
-    if packed_OB.dtype != torch.uint8 or scale_OG.dtype != torch.uint8:
-        raise CheckpointError(f"MXFP4 tensors are {packed_OB.dtype} and {scale_OG.dtype}; both must be uint8")
-    expected = (*packed_OB.shape[:-1], packed_OB.shape[-1] * 2 // GROUP)
-    if tuple(scale_OG.shape) != expected or packed_OB.shape[-1] * 2 % GROUP:
-        raise CheckpointError(
-            f"MXFP4 scale has shape {tuple(scale_OG.shape)}, but packed {tuple(packed_OB.shape)} needs {expected}"
-            f" with inputs in groups of {GROUP}; re-export the checkpoint"
-        )
-    if bool((scale_OG == SCALE_NAN).any()):
-        raise CheckpointError(f"an MXFP4 scale code is {SCALE_NAN} (NaN); the checkpoint is damaged")
 
 
 def decode_mxfp4(packed_OB: torch.Tensor, scale_OG: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Pure budget arithmetic: can this request run, and what does its whole life need?"""
 
+from numbers import Integral
+
 from outrider.config import CacheConfig, SchedulerConfig
 from outrider.errors import CapacityError, RequestError
 from outrider.request import Request
@@ -53,8 +55,11 @@ def num_pages_for(num_tokens: int, page_size: int) -> int:
 
 
 def check_token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
-    """Raise RequestError unless every id is one of ``0..vocab_size-1``."""
+    """Raise RequestError unless every id is one of the integers ``0..vocab_size-1``."""
     for token_id in token_ids:
+        # A float would be cut to an integer later on, in silence.
+        if isinstance(token_id, bool) or not isinstance(token_id, Integral):
+            raise RequestError(f"{name} contains {token_id!r}, which is no integer; pass token ids")
         if not 0 <= token_id < vocab_size:
             raise RequestError(
                 f"{name} contains {token_id}, which is outside the vocabulary of {vocab_size} tokens; "

@@ -20,12 +20,14 @@ class Cut:
     error: str | None = None
 
 
-def append_until_end(sequence: Sequence, output_token_ids: tuple[int, ...]) -> Cut:
+def append_until_end(sequence: Sequence, output_token_ids: tuple[int, ...], vocab_size: int) -> Cut:
     """Append tokens to ``sequence`` in order, up to and including its end.
 
-    Per token: a stop id ends before it; then the token counts; then a stop string that it completes
-    ends after it; then the length limit. So on a tie between a stop string and the limit, "stop" is
-    reported, and a stop id right behind the limit is never seen, as without speculation.
+    Per token: an id beyond the vocabulary, the mark of logits that are not finite, ends with an error
+    before it, so that later rows of a span take nothing from what plain decoding emits; a stop id ends
+    before it; then the token counts; then a stop string that it completes ends after it; then the length
+    limit. So on a tie between a stop string and the limit, "stop" is reported, and a stop id right behind
+    the limit is never seen, as without speculation.
     """
     text = ""
     num_before = len(sequence.token_ids)
@@ -35,6 +37,8 @@ def append_until_end(sequence: Sequence, output_token_ids: tuple[int, ...]) -> C
         return Cut(token_ids=kept, text=text, reason=reason, stop_reason=stop_reason, error=error)
 
     for token_id in output_token_ids:
+        if token_id >= vocab_size:
+            return cut(FinishReason.ERROR, error="the target's logits are not finite; the cause is in its weights")
         if token_id in sequence.stop_token_ids:
             return cut(FinishReason.STOP, token_id)
         if sequence.text is not None:

@@ -30,6 +30,7 @@ class Scheduler:
         cache: page size and number of pages.
         num_draft_tokens: drafts per round at most; 0 = plain decoding.
         eos_token_ids: ids that end a request unless it sets ``ignore_eos``.
+        vocab_size: an output id that is not below it marks logits that are not finite.
     """
 
     def __init__(
@@ -39,11 +40,13 @@ class Scheduler:
         *,
         num_draft_tokens: int,
         eos_token_ids: frozenset[int],
+        vocab_size: int,
     ) -> None:
         self._config = config
         self._cache = cache
         self._num_draft_tokens = num_draft_tokens
         self._eos_token_ids = eos_token_ids
+        self._vocab_size = vocab_size
         self._pages = IdPool("page", cache.num_pages)
         self._slots = IdPool("state slot", config.max_num_seqs)
         self._unfinished: dict[str, Sequence] = {}  # in order of arrival
@@ -214,7 +217,7 @@ class Scheduler:
     def _emit(
         self, sequence: Sequence, output_token_ids: tuple[int, ...], num_drafted: int, num_accepted: int
     ) -> RequestUpdate:
-        cut = append_until_end(sequence, output_token_ids)
+        cut = append_until_end(sequence, output_token_ids, self._vocab_size)
         num_accepted = min(num_accepted, len(cut.token_ids))
         sequence.num_accepted += num_accepted
         if cut.reason is not None:

@@ -1,1 +1,1 @@
-"""Drafting, verify length and acceptance."""
+"""Drafting and acceptance."""

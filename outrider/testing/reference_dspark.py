@@ -32,6 +32,7 @@ class ReferenceShape:
     confidence: str = "markov"  # "none", "hidden", "markov"
     causal_layers: tuple[int, ...] = ()
     query_window: int | None = None  # of the causal layers: position differences below it are seen
+    anchor_window: int | None = None  # of the causal layers: positions from anchor - window on are seen
     tap_norm: bool = False
 
 
@@ -168,7 +169,7 @@ class ReferenceDSpark:
             query = self._norm(self.weights[prefix + "q_proj.weight"][rows] @ normed, prefix + "q_norm.weight")
             query = self._rotate(query, position)
             shared = head // (shape.num_heads // shape.num_kv_heads)
-            seen = [p for p in range(len(keys)) if self._visible(layer, position, p)]
+            seen = [p for p in range(len(keys)) if self._visible(layer, position, p, len(keys) - shape.block_rows)]
             scores = torch.stack([query @ keys[p][shared] for p in seen]) / math.sqrt(shape.head_dim)
             weights = torch.exp(scores - scores.max())
             weights = weights / weights.sum()
@@ -178,11 +179,13 @@ class ReferenceDSpark:
             outputs.append(mixed)
         return torch.cat(outputs)
 
-    def _visible(self, layer: int, query: int, key: int) -> bool:
-        if layer not in self.shape.causal_layers:
+    def _visible(self, layer: int, query: int, key: int, anchor: int) -> bool:
+        shape = self.shape
+        if layer not in shape.causal_layers:
             return True
-        in_window = self.shape.query_window is None or query - key < self.shape.query_window
-        return key <= query and in_window
+        from_query = shape.query_window is None or query - key < shape.query_window
+        from_anchor = shape.anchor_window is None or key >= anchor - shape.anchor_window
+        return key <= query and from_query and from_anchor
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return x / torch.sqrt((x * x).mean() + self.shape.eps) * self.weights[name]

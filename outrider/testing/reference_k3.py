@@ -183,7 +183,7 @@ def _route(w: _Weights, text: Mapping[str, Any], name: str, x_D: torch.Tensor) -
     ranked = sorted(range(len(scores)), key=lambda e: (-float(choice[e]), e))
     ids = tuple(sorted(ranked[: text["num_experts_per_token"]]))
     weights = scores[list(ids)]
-    if text.get("moe_renormalize", True):
+    if text.get("moe_renormalize", True) and len(ids) > 1:
         weights = weights / (weights.sum() + 1e-20)
     return ids, weights * text.get("routed_scaling_factor", 1.0)
 

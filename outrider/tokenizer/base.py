@@ -8,6 +8,8 @@ from outrider.errors import TokenizerError
 
 __all__ = ["NamedToken", "TextEncoder", "TokenTable", "Tokenizer", "build_token_table", "well_formed"]
 
+MAX_TOKENS = 2**24  # of a table; a damaged id must not become a table of that length
+
 # K3 declares these three `special: false`, yet they are pure structure and never part of an answer.
 STRUCTURAL_NAMES = frozenset({"<|open|>", "<|close|>", "<|sep|>"})
 
@@ -156,6 +158,12 @@ def build_token_table(
             )
         id_by_name[token.name] = token.token_id
         name_by_id[token.token_id] = token.name
+    for token_id in (*base_tokens, *name_by_id):
+        if type(token_id) is not int or not 0 <= token_id < MAX_TOKENS:
+            raise TokenizerError(
+                f"token id {str(token_id)[:80]} is not one of 0..{MAX_TOKENS - 1}; repair the tokenizer files of the "
+                "checkpoint"
+            )
     size = 1 + max([*base_tokens, *name_by_id], default=-1)
     table: list[bytes | None] = [None] * size
     for token_id, content in base_tokens.items():

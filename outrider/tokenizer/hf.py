@@ -109,6 +109,8 @@ def _parse(path: Path) -> _Parsed:
     vocab, merges = model.get("vocab"), model.get("merges")
     if not isinstance(vocab, dict) or not isinstance(merges, list):
         raise TokenizerError(f"{path.name} lacks model.vocab or model.merges; restore the file")
+    if not all(type(token_id) is int for token_id in vocab.values()):
+        raise TokenizerError(f"{path.name} has an id in model.vocab that is no integer; restore the file")
     added = document.get("added_tokens") or []
     try:
         named = tuple(

@@ -109,7 +109,8 @@ def summarise(answers: list[Answer], tokenizer: Tokenizer) -> dict[str, object]:
 
     def tokens_per_round(some: list[Answer]) -> float | None:
         rounds = sum(answer.usage.num_rounds for answer in some if answer.usage)
-        tokens = sum(len(answer.token_ids) - 1 for answer in some)  # the first comes with the prompt
+        # The first token comes with the prompt; an answer may also stop before it.
+        tokens = sum(max(len(answer.token_ids) - 1, 0) for answer in some)
         return round(tokens / rounds, 3) if rounds else None
 
     return {

@@ -172,12 +172,11 @@ class Trainer:
         torch.save(state, self.out / "checkpoint.tmp")
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
 
-    def train_step(self, rows: Rows, scale: float) -> float:
-        """One optimiser step; returns the loss."""
+    def apply(self, loss: torch.Tensor, scale: float) -> float:
+        """One optimiser step down a loss of the model; returns its value."""
         for optimizer, share in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * scale * share
-        loss = weighted_loss(self.model, rows)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for optimizer, _ in self.optimizers:
@@ -219,7 +218,7 @@ def run(arguments: argparse.Namespace) -> None:
         length = next(length for until, length in LENGTHS if progress < until)
         mixture.copy_share = arguments.copy_share if progress < COPY_UNTIL else arguments.copy_share / 5
         rows = mixture.batch(1000 + trainer.step, length, arguments.batch_tokens)
-        loss = trainer.train_step(rows, learning_rate_scale(progress))
+        loss = trainer.apply(weighted_loss(trainer.model, rows), learning_rate_scale(progress))
         smooth = loss if math.isnan(smooth) else 0.97 * smooth + 0.03 * loss
         trainer.step += 1
         trainer.tokens += arguments.batch_tokens

@@ -40,6 +40,26 @@ def test_only_the_first_turn_is_used_and_a_bad_line_is_named(tmp_path) -> None:
         load_prompt_set(tmp_path / "missing.jsonl")
 
 
+def test_a_text_may_hold_any_character_as_it_is(tmp_path) -> None:
+    text = "a\u2028b\u2029c\x85d\x0ce"
+    row = json.dumps(
+        {"question_id": 1, "category": "t", "sub_category": "s", "turns": [text]}, ensure_ascii=False
+    ).replace("\\f", "\\u000c")
+    path = tmp_path / "set.jsonl"
+    path.write_bytes(f"{row}\r\n{row}\n".encode())
+    assert [p.text for p in load_prompt_set(path).prompts] == [text, text]
+
+
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, '{"question_id": 1, "category": "t", "sub_category": "s", "turns": "x"}']
+)
+def test_lines_of_another_form_are_named(tmp_path, line: str) -> None:
+    path = tmp_path / "set.jsonl"
+    path.write_text(line)
+    with pytest.raises(RequestError, match=r"set\.jsonl:1"):
+        load_prompt_set(path)
+
+
 def test_the_shipped_prompts_are_whole() -> None:
     prompts = load_prompt_set(demo_prompt_path()).prompts
     for tier in ("low_entropy", "mixed", "high_entropy"):

@@ -3,10 +3,11 @@
 import pytest
 import tyro
 
+from outrider.cli import main
 from outrider.cli.arguments import BenchAb, Command, Demo, Generate, Inspect, Logits
 from outrider.cli.checkpoints import resolve_checkpoint
-from outrider.cli.runtime import parse_speculation
-from outrider.errors import CheckpointError
+from outrider.cli.runtime import parse_speculation, prepare_output, set_threads
+from outrider.errors import CheckpointError, ConfigError
 
 
 def parse(*arguments: str):
@@ -54,6 +55,46 @@ def test_wrong_lines_end_with_status_2(line: str, capsys: pytest.CaptureFixture[
         parse(*line.split())
     assert stopped.value.code == 2
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "generate, demo, inspect, logits, bench"),
+        ("generate", "MODEL"),
+        ("generate m --unknown 1", "--unknown"),
+        ("generate m --prompt-ids 1,x", "--prompt-ids"),
+        ("generate m --dtype int8", "'int8'"),
+    ],
+)
+def test_a_wrong_line_is_one_line_on_stderr(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(line.split())
+    assert stopped.value.code == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    (message,) = printed.err.splitlines()
+    assert message.startswith("outrider: ") and message.endswith("; see outrider --help")
+    assert words in message and "--- " not in message
+
+
+def test_help_goes_to_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["generate", "--help"])
+    assert not stopped.value.code
+    printed = capsys.readouterr()
+    assert "--prompt-ids" in printed.out and not printed.err
+
+
+def test_values_that_python_or_the_system_refuses(tmp_path) -> None:
+    assert parse_speculation("9" * 5000) == "9" * 5000  # int() would raise
+    with pytest.raises(ConfigError, match="--threads 10000000000"):
+        set_threads(10**10)
+    for name in ("a" * 5000, "\0"):
+        with pytest.raises(CheckpointError, match="no checkpoint"):
+            resolve_checkpoint(name, checkout=tmp_path)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        prepare_output("\0")
 
 
 def test_speculation_is_a_word_or_a_number() -> None:

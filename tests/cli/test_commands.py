@@ -77,6 +77,7 @@ def test_inspect_needs_nothing_but_the_config(pair, tmp_path: Path, capsys: pyte
         ("generate {target} --prompt-ids 1", "no text; add --json"),
         ("generate {target} --prompt-ids 1 --json --max-tokens -1", "max_tokens=-1"),
         ("generate {target} --prompt-ids 1 --threads -1", "--threads -1"),
+        ("generate {target} --prompt-ids 1 --device moon", "device='moon'"),
         ("inspect {drafter}/absent", "no checkpoint"),
         ("logits {target} --prompt-ids 5000 --json {target}/../out.json", "5000"),
         ("logits {target} --prompt-ids 1 --json {target}/config.json/out.json", "cannot be written"),

@@ -302,6 +302,35 @@ def test_logits_that_are_not_finite_end_their_request_only() -> None:
     assert good.finish_reason is FinishReason.LENGTH
 
 
+@pytest.mark.parametrize(("stop", "reason"), [((), FinishReason.ERROR), ((1,), FinishReason.STOP)])
+def test_logits_that_are_not_finite_take_nothing_from_earlier_tokens(
+    stop: tuple[int, ...], reason: FinishReason
+) -> None:
+    """A span whose last row is not finite ends where plain decoding ends, with the same tokens."""
+
+    class Counting(FakeTarget):
+        def forward(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
+            tokens = batch.token_ids_T[batch.logits_rows_N]
+            logits_NV = torch.nn.functional.one_hot((tokens + 1) % VOCAB, VOCAB).double()
+            return TargetOutput(logits_NV=torch.where(tokens[:, None] == 2, torch.nan, logits_NV), aux_hidden_TAD=None)
+
+    def script(token_ids: tuple[int, ...], count: int) -> list[int]:
+        return [(token_ids[-1] + 1 + i) % VOCAB for i in range(count)]
+
+    sampling = SamplingParams(max_tokens=9, stop_token_ids=stop, ignore_eos=True)
+    outcomes = []
+    for drafter in (None, ScriptedDrafter(6, script)):
+        drafts = drafter.num_draft_tokens if drafter else 0
+        engine = build_engine(Counting(), drafter, config(drafts=drafts), device=CPU)
+        engine.submit(Request(request_id="a", prompt_token_ids=(28,), sampling=sampling))
+        updates = []
+        while engine.has_work:
+            updates += engine.step()
+        outcomes.append(([t for update in updates for t in update.new_token_ids], updates[-1].finish_reason))
+    assert outcomes[0] == outcomes[1]
+    assert outcomes[0] == ([29, 30, 0] if stop else [29, 30, 0, 1, 2], reason)
+
+
 def test_a_broken_invariant_stops_the_engine() -> None:
     class Skipping(ScriptedDrafter):
         def observe(self, *args: object) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from outrider.engine.build import EngineLimits
 from outrider.engine.llm import LLM
-from outrider.errors import ConfigError, RequestError, UnsupportedError
+from outrider.errors import ConfigError, RequestError, UnsupportedError, UserError
 from outrider.request import FinishReason, SamplingParams
 from outrider.testing.toy import ToyOptions, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
@@ -144,3 +144,49 @@ def test_eos_of_the_config_ends_a_request(paths: tuple[Path, Path]) -> None:
             assert (output.finish_reason, output.stop_reason) == (FinishReason.STOP, eos)
     finally:
         config.write_text(original)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"temperature": "0"}, {"temperature": float("nan")}, {"temperature": 10**400}, {"top_k": 0.5}, {"top_p": None},
+        {"seed": "x"}, {"max_tokens": "5"}, {"max_tokens": 1.5}, {"max_tokens": True}, {"logprobs": []},
+        {"stop": None}, {"stop": ("a", 5)}, {"stop": b"x"}, {"stop_token_ids": 5}, {"stop_token_ids": "5"},
+        {"ignore_eos": 1}, {"speculation": None},
+    ],
+)  # fmt: skip
+def test_sampling_values_of_another_type_are_named(changes: dict[str, object]) -> None:
+    (name,) = changes
+    with pytest.raises(RequestError, match=name):
+        SamplingParams(**changes)  # type: ignore[arg-type]
+
+
+def test_prompts_of_another_type_are_refused(paths: tuple[Path, Path]) -> None:
+    llm = load(paths, "off")
+    for asked in (5, None, b"ab", {"a": 1}, [5], [None], [b"ab"], [[1.0]], [[True]], [["a"]], [[10**30]]):
+        with pytest.raises(RequestError):
+            llm.generate(asked, GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match=r"stop_token_ids contains 1\.5"):
+        llm.generate([[1]], SamplingParams(max_tokens=1, stop_token_ids=(1.5,)))  # type: ignore[arg-type]
+    (output,) = llm.generate([torch.arange(1, 4).numpy()], GREEDY)  # type: ignore[list-item]
+    assert output.token_ids == llm.generate([[1, 2, 3]], GREEDY)[0].token_ids
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", True, 10**9, 10**30])
+@pytest.mark.parametrize("name", ["max_num_seqs", "max_model_len", "page_size", "num_pages"])
+def test_budgets_out_of_range_are_user_errors(paths: tuple[Path, Path], name: str, value: object) -> None:
+    if (name, value) == ("page_size", 10**9):
+        value = 2**31 - 1  # one page per sequence, of more memory than there is
+    arguments: dict[str, object] = {"max_model_len": 128}
+    if name in ("page_size", "num_pages"):
+        arguments["limits"] = EngineLimits(**{name: value})  # type: ignore[arg-type]
+    else:
+        arguments[name] = value
+    with pytest.raises(UserError, match="="):
+        LLM(paths[0], **arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("speculation", [1.5, None, [], True, "x", 10**30])
+def test_speculation_of_another_type_is_refused(paths: tuple[Path, Path], speculation: object) -> None:
+    with pytest.raises(ConfigError, match="speculation="):
+        load(paths, speculation)  # type: ignore[arg-type]

@@ -5,7 +5,14 @@ from outrider.ops.block_attention import BlockMask, block_attention, block_atten
 from outrider.ops.paged import paged_keys
 
 PAGE = 16
-MASKS = [BlockMask(), BlockMask(causal=True), BlockMask(window=20), BlockMask(causal=True, window=3)]
+MASKS = [
+    BlockMask(),
+    BlockMask(causal=True),
+    BlockMask(window=20),
+    BlockMask(causal=True, window=3),
+    BlockMask(causal=True, window=2, window_from_anchor=True),
+    BlockMask(window=64, window_from_anchor=True),
+]
 
 
 class Case:

@@ -3,6 +3,7 @@ import torch
 
 from outrider.ops import moe
 from outrider.ops.activation import Activation
+from outrider.ops.linear import linear_padded
 from outrider.ops.quant import decode_mxfp4, encode_mxfp4
 
 SITU = Activation(name="situ", beta=4.0, linear_beta=25.0)
@@ -54,6 +55,14 @@ def test_matches_one_pair_at_a_time(function, dtype, assert_close):
         routing = routing_of(x, gate, bias, top_k)
         got = function(x, routing, stack, SITU)
         assert_close(got, moe.routed_experts_reference(x, routing, stack, SITU))
+
+
+def test_a_failed_probe_leads_to_padded_tiles_with_the_bits_of_any_batch():
+    x, stack, gate, bias, top_k = make(16, torch.bfloat16, experts=4)
+    whole = moe.routed_experts(x, routing_of(x, gate, bias, top_k), stack, SITU, product=linear_padded)
+    for rows in (slice(0, 1), slice(3, 9), slice(15, 16)):
+        part = moe.routed_experts(x[rows], routing_of(x[rows], gate, bias, top_k), stack, SITU, product=linear_padded)
+        assert torch.equal(part, whole[rows])
 
 
 def test_combine_rounds_once_in_ascending_order():

@@ -148,7 +148,9 @@ class SchedulerHistory(RuleBasedStateMachine):
         )
         self.cache = CacheConfig(page_size=4, num_pages=num_pages)
         self.drafts = drafts
-        self.scheduler = Scheduler(self.config, self.cache, num_draft_tokens=drafts, eos_token_ids=EOS)
+        self.scheduler = Scheduler(
+            self.config, self.cache, num_draft_tokens=drafts, eos_token_ids=EOS, vocab_size=VOCAB
+        )
         self.executor = FakeExecutor(4, random.Random(seed))
         self.rng = random.Random(seed + 1)
         self.requests: dict[str, Request] = {}
@@ -284,7 +286,7 @@ def make(num_pages: int = 64, num_seqs: int = 4, prefill: int = 8, drafts: int =
         max_num_seqs=num_seqs, max_model_len=64, max_step_rows=16, max_prefill_tokens=prefill, chunk_multiple=CHUNK
     )
     cache = CacheConfig(page_size=4, num_pages=num_pages)
-    return Scheduler(config, cache, num_draft_tokens=drafts, eos_token_ids=EOS)
+    return Scheduler(config, cache, num_draft_tokens=drafts, eos_token_ids=EOS, vocab_size=VOCAB)
 
 
 def ask(name: str, num_prompt: int, **sampling: object) -> Request:

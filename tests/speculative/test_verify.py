@@ -4,7 +4,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.speculative.verify import verify_greedy
-from outrider.speculative.verify_length import clip_verify_lengths
 
 
 def literal(logits, drafts, lengths):
@@ -74,10 +73,3 @@ def test_no_sequences_and_no_drafts():
     assert empty.output_token_ids_SG1.shape == (0, 4)
     plain = verify_greedy(torch.eye(4)[[2, 0]], torch.zeros(2, 0, dtype=torch.int64), torch.zeros(2, dtype=torch.int64))
     assert plain.output_token_ids_SG1.tolist() == [[2], [0]]
-
-
-def test_verify_lengths_stay_inside_context_and_request():
-    lengths = clip_verify_lengths(
-        6, anchor_positions=[10, 4093, 4095, 10, 10], tokens_left=[100, 100, 100, 3, 1], max_context=4096
-    )
-    assert lengths == (6, 2, 0, 2, 0)

@@ -203,3 +203,12 @@ def test_exception_tree():
     assert issubclass(TokenizerError, UserError)
     assert issubclass(EngineFault, OutriderError)
     assert not issubclass(EngineFault, ValueError)
+
+
+@pytest.mark.parametrize("token_id", [-1, 1.0, "1", None, True, [1], 10**12, 10**30])
+def test_ids_that_are_no_table_index_are_rejected(edit_hf, token_id):
+    def change(document):
+        document["model"]["vocab"]["a"] = token_id
+
+    with pytest.raises(TokenizerError, match="id"):
+        load_tokenizer(edit_hf(change))

@@ -83,7 +83,6 @@ class BlockPredictor:
 
     Raises:
         ConfigError: more drafts than the block was trained for.
-        UnsupportedError: a mask that the attention does not offer.
     """
 
     def __init__(

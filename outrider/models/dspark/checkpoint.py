@@ -9,11 +9,18 @@ from pathlib import Path
 
 import torch
 
-from outrider.errors import CheckpointError
+from outrider.errors import CheckpointError, allocating
 from outrider.models.dspark.config import DSparkConfig
 from outrider.models.dspark.config_json import read_config
 from outrider.models.dspark.model import DSparkModel
-from outrider.models.weights import Assignment, CheckpointReader, SourceTensor, direct_assignments, fill_parameters
+from outrider.models.weights import (
+    Assignment,
+    CheckpointReader,
+    SourceTensor,
+    check_names,
+    direct_assignments,
+    fill_parameters,
+)
 
 __all__ = ["TargetTables", "load_model", "normalise_name"]
 
@@ -44,16 +51,16 @@ def load_model(path: Path, tables: TargetTables, *, dtype: torch.dtype, device: 
         ConfigError, UnsupportedError: see ``config_json.parse_config``.
     """
     config = read_config(path)
-    with torch.device("meta"):
+    with torch.device("meta"), allocating("a drafter of the sizes in its config"):
         model = DSparkModel(config).to(dtype)
-    model = model.to_empty(device=device).eval()
     with CheckpointReader(path) as reader:
         names = _canonical_names(reader)
         dropped = _drop_copies(reader, names, config, tables)
-        kept = {name: raw for name, raw in names.items() if name not in dropped}
-        fill_parameters(
-            reader, model, _assignments(model, kept), skipped_prefixes=tuple(names[name] for name in dropped)
-        )
+        skipped = tuple(names[name] for name in dropped)
+        assignments = _assignments(model, {name: raw for name, raw in names.items() if name not in dropped})
+        check_names(reader, assignments, skipped)  # before memory is taken for a config that does not fit the files
+        model = model.to_empty(device=device).eval()
+        fill_parameters(reader, model, assignments, skipped_prefixes=skipped)
         if model.d2t is not None:
             _check_vocabulary_map(model.d2t.cpu(), config, reader, names)
     return model

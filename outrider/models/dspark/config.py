@@ -9,6 +9,7 @@ from enum import Enum
 from itertools import pairwise
 
 from outrider.errors import CheckpointError, ConfigError
+from outrider.ops.paged import KEY_TILE
 
 __all__ = [
     "AuxStream",
@@ -145,10 +146,6 @@ class DSparkConfig:
         """Whether the drafter has its own, smaller output vocabulary."""
         return self.draft_vocab_size != self.vocab_size
 
-    def cache_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of drafter keys and values that one context token occupies."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * itemsize
-
 
 def resolve_num_draft_tokens(config: DSparkConfig, requested: int | None) -> int:
     """Drafts per round: all of the block, or fewer by truncation.
@@ -183,6 +180,11 @@ def check_target(config: DSparkConfig, *, vocab_size: int, hidden_size: int, num
             f"drafter expects target hidden size {config.target_hidden_size}, the target has "
             f"{hidden_size}; use the drafter trained for this target"
         )
+    if config.hidden_size != hidden_size:
+        raise CheckpointError(
+            f"drafter hidden_size={config.hidden_size}, but it reads the target's embedding of width "
+            f"{hidden_size}; use the drafter trained for this target"
+        )
     if config.num_target_layers is not None and config.num_target_layers != num_layers:
         raise CheckpointError(
             f"drafter num_target_layers={config.num_target_layers}, the target has {num_layers} "
@@ -211,6 +213,10 @@ def _check_geometry(config: DSparkConfig) -> None:
         raise ConfigError(f"drafter num_heads={config.num_heads} is no multiple of num_kv_heads={config.num_kv_heads}")
     if config.head_dim % 2:
         raise ConfigError(f"drafter head_dim={config.head_dim} must be even for rotary pairs")
+    if config.num_block_rows > KEY_TILE:
+        raise ConfigError(
+            f"drafter block_size={config.num_block_rows} is not offered; the attention takes blocks of up to {KEY_TILE}"
+        )
     if len(config.layer_masks) != config.num_layers:
         raise ConfigError(
             f"{len(config.layer_masks)} layer_types for {config.num_layers} drafter layers; list one per layer"

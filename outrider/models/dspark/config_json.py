@@ -6,8 +6,7 @@ Foreign key names appear only in this file.
 """
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,14 @@ from outrider.models.dspark.config import (
     WindowOrigin,
     YarnConfig,
 )
+from outrider.models.fields import MAX_INTEGER, is_finite_number, shown
+from outrider.ops.rope import yarn_magnitude
 
 __all__ = ["parse_config", "read_config"]
 
 _NESTED_KEYS = ("dspark_config", "dflash_config")
 _MISSING = object()
+_MAX_LAYERS = 1_000
 
 
 def read_config(path: Path) -> DSparkConfig:
@@ -43,7 +45,9 @@ def read_config(path: Path) -> DSparkConfig:
         parsed = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"no drafter config at {file}; give its checkpoint directory") from None
-    except json.JSONDecodeError as error:
+    except OSError as error:
+        raise CheckpointError(f"cannot read {file}: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{file} must hold a JSON object, found {type(parsed).__name__}")
@@ -64,16 +68,21 @@ def parse_config(config: Mapping[str, Any]) -> DSparkConfig:
     _refuse_unsupported_body(body)
     vocab_size = body.integer("vocab_size")
     hidden_size = body.integer("hidden_size")
-    num_heads = body.integer("num_attention_heads")
+    num_heads, num_layers = body.integer("num_attention_heads"), body.integer("num_hidden_layers")
+    if num_heads < 1 or not 1 <= num_layers <= _MAX_LAYERS:
+        raise ConfigError(
+            f"drafter num_attention_heads={num_heads}, num_hidden_layers={num_layers} are out of range; use at least "
+            f"1 of each and at most {_MAX_LAYERS} layers"
+        )
     markov_rank = keys.integer("markov_rank", 0)
     return DSparkConfig(
-        num_layers=body.integer("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         num_heads=num_heads,
         num_kv_heads=body.integer("num_key_value_heads", num_heads),
         head_dim=body.integer("head_dim", hidden_size // num_heads),
         intermediate_size=body.integer("intermediate_size"),
-        rms_norm_eps=body.number("rms_norm_eps"),
+        rms_norm_eps=body.positive("rms_norm_eps"),
         rope=_rope(body),
         vocab_size=vocab_size,
         draft_vocab_size=keys.integer("draft_vocab_size", vocab_size),
@@ -101,32 +110,44 @@ class _Keys:
     def find(self, name: str) -> Any:
         """The value of ``name``, or _MISSING; a null counts as missing."""
         candidates = [self.config.get(f"dspark_{name}")]
-        candidates += [(self.config.get(nested) or {}).get(name) for nested in _NESTED_KEYS]
+        candidates += [self._nested(nested).get(name) for nested in _NESTED_KEYS]
         candidates.append(self.config.get(name))
         return next((value for value in candidates if value is not None), _MISSING)
 
+    def _nested(self, name: str) -> Mapping[str, Any]:
+        value = self.config.get(name)
+        if value is not None and not isinstance(value, dict):
+            raise ConfigError(f"drafter config {name}={shown(value)} must be an object")
+        return value or {}
+
     def integer(self, name: str, default: int | None = None) -> int:
         value = self._or_default(name, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise ConfigError(f"drafter config {name}={value!r} must be an integer")
+        if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MAX_INTEGER:
+            raise ConfigError(f"drafter config {name}={shown(value)} must be an integer below {MAX_INTEGER}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         value = self._or_default(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigError(f"drafter config {name}={value!r} must be a number")
+        if not is_finite_number(value):
+            raise ConfigError(f"drafter config {name}={shown(value)} must be a finite number")
         return float(value)
+
+    def positive(self, name: str, default: float | None = None) -> float:
+        value = self.number(name, default)
+        if value <= 0:
+            raise ConfigError(f"drafter config {name}={value!r} must be above 0")
+        return value
 
     def boolean(self, name: str, default: bool) -> bool:
         value = self._or_default(name, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"drafter config {name}={value!r} must be true or false")
+            raise ConfigError(f"drafter config {name}={shown(value)} must be true or false")
         return value
 
     def text(self, name: str, default: str) -> str:
         value = self._or_default(name, default)
         if not isinstance(value, str):
-            raise ConfigError(f"drafter config {name}={value!r} must be a string")
+            raise ConfigError(f"drafter config {name}={shown(value)} must be a string")
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any]:
@@ -141,6 +162,12 @@ class _Keys:
             raise ConfigError(f"drafter config needs a list of integers {name}")
         return tuple(value)
 
+    def texts(self, name: str, default: Sequence[str] = ()) -> tuple[str, ...]:
+        value = self._or_default(name, list(default))
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"drafter config {name}={shown(value)} must be a list of strings")
+        return tuple(value)
+
     def _or_default(self, name: str, default: Any) -> Any:
         value = self.find(name)
         if value is not _MISSING:
@@ -151,19 +178,20 @@ class _Keys:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    architectures = config.get("architectures") or []
-    name = ", ".join(map(str, architectures)) or str(config.get("model_type"))
     keys = _Keys(config)
+    architectures = keys.texts("architectures")
+    name = ", ".join(architectures) or shown(config.get("model_type"))
     if config.get("model_type") == "k3_dspark" or keys.text("attention_mode", "gqa") == "mla":
         raise UnsupportedError(f"drafter {name} has an MLA body; only grouped-query drafters load")
     if "kv_lora_rank" in config:
         raise UnsupportedError(f"drafter {name} has kv_lora_rank, an MLA body, which is not offered")
     if "dspark_block_size" in config:
         raise UnsupportedError(f"{name} bundles its drafter as mtp stages, which are not offered")
-    if any("gemma" in str(item).lower() for item in architectures):
+    if any("gemma" in item.lower() for item in architectures):
         raise UnsupportedError(f"drafter {name} has a Gemma body, which is not offered")
-    if config.get("speculators_model_type", "dspark") not in ("dspark", "dflash"):
-        raise UnsupportedError(f"speculators_model_type={config['speculators_model_type']!r}; dspark and dflash load")
+    family = config.get("speculators_model_type", "dspark")
+    if family not in ("dspark", "dflash"):
+        raise UnsupportedError(f"speculators_model_type={shown(family)}; dspark and dflash load")
 
 
 def _refuse_unsupported_body(body: _Keys) -> None:
@@ -182,7 +210,7 @@ def _layout(keys: _Keys) -> BlockLayout:
         first = keys.boolean("sample_from_anchor", False)
     elif "num_anchors" in keys.config:
         first = True  # DeepSpec, its own dflash_* drafters with markov_rank 0 included
-    elif "Qwen3DSparkModel" in (keys.config.get("architectures") or []):
+    elif "Qwen3DSparkModel" in keys.texts("architectures"):
         first = True
     else:
         first = keys.text("projector_type", "none") == "dspark"
@@ -230,8 +258,7 @@ def _confidence(keys: _Keys) -> ConfidenceConfig | None:
 
 def _layer_masks(keys: _Keys, body: _Keys, speculators: bool) -> tuple[DraftLayerMask, ...]:
     num_layers = body.integer("num_hidden_layers")
-    types = body.find("layer_types")
-    names = ["full_attention"] * num_layers if types is _MISSING else list(types)
+    names = body.texts("layer_types", ["full_attention"] * num_layers)
     if speculators:
         sliding_causal = not keys.boolean("sliding_window_non_causal", False)
         origin = WindowOrigin.ANCHOR
@@ -292,9 +319,9 @@ def _yarn(rope: _Keys, body: _Keys) -> YarnConfig:
         raise UnsupportedError("yarn truncate=false is not offered")
     mscale, mscale_all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)
     if mscale and mscale_all_dim:
-        default = _attention_gain(factor, mscale) / _attention_gain(factor, mscale_all_dim)
+        default = yarn_magnitude(factor, mscale) / yarn_magnitude(factor, mscale_all_dim)
     else:
-        default = _attention_gain(factor, 1.0)
+        default = yarn_magnitude(factor)
     return YarnConfig(
         factor=factor,
         original_max_position=original,
@@ -302,7 +329,3 @@ def _yarn(rope: _Keys, body: _Keys) -> YarnConfig:
         beta_slow=rope.number("beta_slow", 1.0),
         attention_factor=rope.number("attention_factor", default),
     )
-
-
-def _attention_gain(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.errors import UnsupportedError
 from outrider.models.dspark.config import DraftLayerMask, DSparkConfig, WindowOrigin
 from outrider.models.dspark.model import DraftLayer
 from outrider.ops.block_attention import BlockMask
@@ -32,11 +31,7 @@ class JoinedLayer:
 
 
 def join_layer(layer: DraftLayer, config: DSparkConfig, mask: DraftLayerMask) -> JoinedLayer:
-    """Join the layer's projections; its parameters become views of the joined storage.
-
-    Raises:
-        UnsupportedError: a mask that the attention does not offer.
-    """
+    """Join the layer's projections; its parameters become views of the joined storage."""
     attention, mlp = layer.self_attn, layer.mlp
     head_norm_NK = torch.cat(
         (
@@ -68,11 +63,11 @@ def _join_rows(*projections: torch.nn.Linear) -> torch.Tensor:
 
 
 def _block_mask(mask: DraftLayerMask) -> BlockMask:
-    if mask.window is not None and mask.window_origin is WindowOrigin.ANCHOR:
-        raise UnsupportedError(
-            f"drafter window of {mask.window} tokens measured from the anchor (speculators) is not offered"
-        )
-    return BlockMask(causal=mask.causal_block, window=mask.window)
+    return BlockMask(
+        causal=mask.causal_block,
+        window=mask.window,
+        window_from_anchor=mask.window_origin is WindowOrigin.ANCHOR,
+    )
 
 
 def drafter_rotary_table(

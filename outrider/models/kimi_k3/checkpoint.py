@@ -111,21 +111,26 @@ def _narrow_heads(num_heads: int) -> Convert:
 
 
 def _decode(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """MXFP4 bytes to exact float values; refuses the NaN scale code."""
+    """MXFP4 bytes to exact float values."""
     packed, scale = tensors
+    return decode_mxfp4(packed, _checked_scale((scale,)), torch.float32)
+
+
+def _checked_scale(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """MXFP4 scale codes as they are; refuses the code for NaN."""
+    (scale,) = tensors
     if bool((scale == SCALE_NAN).any()):
         raise CheckpointError(f"an MXFP4 scale code is {SCALE_NAN} (NaN); the file is damaged")
-    return decode_mxfp4(packed, scale, torch.float32)
+    return scale
 
 
 def _a_log_shape(config: KimiK3Config, name: str, reader: CheckpointReader | None) -> tuple[int, ...]:
-    """Stored shape of ``A_log``: K3 pads to head_dim; Kimi-Linear has [1, 1, H, 1] or [H]."""
+    """Stored shape of ``A_log``: K3 pads to head_dim; Kimi-Linear has [1, 1, H, 1] or [H]. All are accepted."""
     num_heads, head_dim = config.kda.num_heads, config.kda.head_dim
-    padded = (max(num_heads, head_dim),) if config.wrapped else (1, 1, num_heads, 1)
-    accepted = {padded, (num_heads,), (1, 1, num_heads, 1)}
-    if reader is not None and name in reader and reader.shape(name) in accepted:
+    padded, four_dims = (max(num_heads, head_dim),), (1, 1, num_heads, 1)
+    if reader is not None and name in reader and reader.shape(name) in (padded, (num_heads,), four_dims):
         return reader.shape(name)
-    return padded
+    return padded if config.wrapped else four_dims
 
 
 def _kda(plan: _Plan, config: KimiK3Config, reader: CheckpointReader | None) -> None:
@@ -196,7 +201,7 @@ def _experts(plan: _Plan, moe: MoeConfig, in_size: int, *, on_disk_packed: bool,
             scale = plan.source(f"{base}.weight_scale", scale_shape, BYTES)
             if keep_packed:
                 plan.add(f"{parameter}_packed", (packed,), rows, _first)
-                plan.add(f"{parameter}_scale", (scale,), rows, _first)
+                plan.add(f"{parameter}_scale", (scale,), rows, _checked_scale)
             else:
                 plan.add(parameter, (packed, scale), rows, _decode)
 

@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from outrider.errors import ConfigError, UnsupportedError
-from outrider.models.fields import Fields
+from outrider.models.fields import Fields, shown
 
 __all__ = ["KdaConfig", "KimiK3Config", "MlaConfig", "MoeConfig", "parse_config"]
 
 WRAPPER_TYPE = "kimi_k3"
 TEXT_TYPE = "kimi_linear"
 MXFP4_GROUP = 32
+# Far above any model; a damaged number must not become millions of tensor names.
+MAX_LAYERS, MAX_EXPERTS = 1_000, 10_000
 
 LayerKind = Literal["kda", "mla"]
 
@@ -130,6 +132,10 @@ def _require(condition: bool, message: str) -> None:
 
 def _layer_kinds(linear: Fields, num_layers: int) -> tuple[LayerKind, ...]:
     """Layer kinds from the two 1-based lists, which must partition 1..num_layers."""
+    _require(
+        num_layers <= MAX_LAYERS,
+        f"num_hidden_layers={num_layers} exceeds {MAX_LAYERS}, the most that is offered",
+    )
     kinds: list[LayerKind | None] = [None] * num_layers
     sources: tuple[tuple[str, LayerKind], ...] = (("kda_layers", "kda"), ("full_attn_layers", "mla"))
     for name, kind in sources:
@@ -145,7 +151,7 @@ def _layer_kinds(linear: Fields, num_layers: int) -> tuple[LayerKind, ...]:
             )
             kinds[layer - 1] = kind
     missing = [i + 1 for i, kind in enumerate(kinds) if kind is None]
-    _require(not missing, f"layers {missing} are in neither kda_layers nor full_attn_layers (1-based)")
+    _require(not missing, f"layers {shown(missing)} are in neither kda_layers nor full_attn_layers (1-based)")
     return tuple(kind for kind in kinds if kind is not None)
 
 
@@ -182,13 +188,13 @@ def _parse_mla(text: Fields) -> MlaConfig:
         rope_head_dim=text.integer("qk_rope_head_dim"),
         v_head_dim=text.integer("v_head_dim"),
         output_gate=text.flag("mla_use_output_gate", default=False),
-        lora_norm_eps=text.number("mla_lora_norm_eps", default=1e-6),
+        lora_norm_eps=text.positive("mla_lora_norm_eps", default=1e-6),
     )
 
 
-def _declares_mxfp4(text: Fields) -> bool:
+def _declares_mxfp4(config: Fields) -> bool:
     """Whether ``quantization_config`` declares MXFP4 experts; any other scheme is refused."""
-    quantization = text.optional_section("quantization_config")
+    quantization = config.optional_section("quantization_config")
     if quantization is None:
         return False
     found = (quantization.text("quant_method"), quantization.text("format", default=""))
@@ -216,7 +222,7 @@ def _check_router(text: Fields) -> None:
             raise UnsupportedError(f"{name}={value!r} is not offered, only {expected!r}")
 
 
-def _parse_moe(text: Fields) -> MoeConfig | None:
+def _parse_moe(wrapper: Fields, text: Fields) -> MoeConfig | None:
     num_experts = text.optional_integer("num_experts")
     if num_experts is None:
         return None
@@ -230,10 +236,13 @@ def _parse_moe(text: Fields) -> MoeConfig | None:
         latent_norm=latent_size is not None and text.flag("latent_moe_use_norm", default=False),
         shared_intermediate_size=text.integer("num_shared_experts", default=0, minimum=0)
         * text.integer("moe_intermediate_size"),
-        renormalize=text.flag("moe_renormalize", default=True),
+        # The vendor code renormalises only when there is more than one weight (section 1.4).
+        renormalize=text.flag("moe_renormalize", default=True) and text.integer("num_experts_per_token") > 1,
         routed_scaling_factor=text.number("routed_scaling_factor", default=1.0),
-        quantized=_declares_mxfp4(text),
+        # The vendor code copies the section from text_config to the wrapper; accept it in either place.
+        quantized=_declares_mxfp4(text if text.has("quantization_config") else wrapper),
     )
+    _require(num_experts <= MAX_EXPERTS, f"num_experts={num_experts} exceeds {MAX_EXPERTS}, the most that is offered")
     _require(
         moe.experts_per_token <= num_experts,
         f"num_experts_per_token={moe.experts_per_token} exceeds num_experts={num_experts}",
@@ -295,9 +304,9 @@ def parse_config(raw: dict[str, Any]) -> KimiK3Config:
     num_layers = text.integer("num_hidden_layers")
     vocab_size = text.integer("vocab_size")
     linear = text.section("linear_attn_config")
-    moe = _parse_moe(text)
+    moe = _parse_moe(wrapper, text)
     activation = text.choice("hidden_act", ("silu", "situ"))
-    beta = text.optional_number("activation_situ_beta")
+    beta, linear_name = text.positive("activation_situ_beta", default=1.0), "activation_situ_linear_beta"
     bos, pad = (_token_ids(wrapper, text, name, vocab_size) for name in ("bos_token_id", "pad_token_id"))
     return KimiK3Config(
         wrapped=wrapped,
@@ -306,11 +315,11 @@ def parse_config(raw: dict[str, Any]) -> KimiK3Config:
         intermediate_size=text.integer("intermediate_size"),
         layer_kinds=_layer_kinds(linear, num_layers),
         moe_layers=_moe_layers(text, num_layers, moe),
-        rms_norm_eps=text.number("rms_norm_eps"),
+        rms_norm_eps=text.positive("rms_norm_eps"),
         attn_res_block_size=text.optional_integer("attn_res_block_size"),
         activation="situ" if activation == "situ" else "silu",
-        situ_beta=1.0 if beta is None else beta,
-        situ_linear_beta=text.optional_number("activation_situ_linear_beta"),
+        situ_beta=beta,
+        situ_linear_beta=text.positive(linear_name) if text.has(linear_name) else None,
         max_position_embeddings=_max_positions(text),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=_token_ids(wrapper, text, "eos_token_id", vocab_size),

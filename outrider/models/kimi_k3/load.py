@@ -11,8 +11,9 @@ from outrider.models.kimi_k3.config import KimiK3Config, parse_config
 from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.kimi_k3.moe import ExpertForm
 from outrider.models.layers import Build
-from outrider.models.weights import CheckpointReader, fill_parameters
-from outrider.ops.linear import choose_linear, linear_padded
+from outrider.models.weights import CheckpointReader, check_names, fill_parameters
+from outrider.ops.linear import LinearFunction, choose_linear, linear_padded
+from outrider.ops.moe import probe_expert_invariance
 
 __all__ = ["load_kimi_k3"]
 
@@ -39,17 +40,28 @@ def load_kimi_k3(
         CheckpointError: the tensors do not match the config.
     """
     config = parse_config(read_config_json(directory))
-    # Only bfloat16 products need the probe; the others always run on padded tiles.
-    linear = choose_linear(_weight_shapes(config), dtype) if dtype == torch.bfloat16 else linear_padded
-    build = Build(dtype=dtype, device=device, linear=linear)
+    build = Build(dtype=dtype, device=device, linear=_choose_product(config, dtype))
     with CheckpointReader(directory) as reader:
         on_disk_packed = holds_packed_experts(config, reader)
         plan = tuple(assignments(config, reader, on_disk_packed=on_disk_packed, keep_packed=experts == "packed"))
+        check_names(reader, plan, SKIPPED_PREFIXES)  # before memory is taken for a config that does not fit the files
         model = KimiK3Model(config, experts=experts, build=build)
         fill_parameters(reader, model, plan, skipped_prefixes=SKIPPED_PREFIXES, progress=progress)
     model.prepare()
     model.eval()
     return model
+
+
+def _choose_product(config: KimiK3Config, dtype: torch.dtype) -> LinearFunction:
+    """Plain row tiles where start-up probes find dense and expert products row-invariant, else padded ones."""
+    if dtype != torch.bfloat16:  # these always run on padded tiles
+        return linear_padded
+    moe = config.moe
+    if moe is not None:
+        width = moe.latent_size or config.hidden_size
+        if not probe_expert_invariance(moe.num_experts, width, moe.intermediate_size, dtype):
+            return linear_padded
+    return choose_linear(_weight_shapes(config), dtype)
 
 
 def _weight_shapes(config: KimiK3Config) -> Iterator[tuple[int, int]]:

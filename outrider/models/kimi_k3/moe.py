@@ -110,7 +110,7 @@ class MoeFfn(nn.Module):
         if self.in_proj is not None:
             down_TL, shared_TJ = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
             latent_TL = down_TL if self.up_proj is not None else x_TD
-        out = routed_experts(latent_TL, routing, self.experts.stacked(), self.activation)
+        out = routed_experts(latent_TL, routing, self.experts.stacked(), self.activation, product=self.linear)
         if self.routed_norm is not None:
             out = rms_norm(out, self.routed_norm, self.eps)
         if self.up_proj is not None:

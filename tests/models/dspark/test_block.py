@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from outrider.errors import ConfigError, EngineFault, UnsupportedError
+from outrider.errors import ConfigError, EngineFault
 from outrider.models.dspark.block import BlockAnchors, BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables, load_model
 from outrider.ops.linear import embedding, linear
@@ -25,6 +25,9 @@ VARIANTS = {
     "dflash": ToyDrafterOptions(markov_rank=0, confidence="none"),
     "anchor-drop": ToyDrafterOptions(family="speculators", extra_config={"sample_from_anchor": False}),
     "sliding": ToyDrafterOptions(layer_types=("sliding_attention", "full_attention"), sliding_window=7),
+    "sliding-from-anchor": ToyDrafterOptions(
+        family="speculators", layer_types=("sliding_attention", "full_attention"), sliding_window=3
+    ),
 }
 
 
@@ -45,7 +48,8 @@ def reference_shape(options: ToyDrafterOptions) -> ReferenceShape:
         markov=options.markov_kind if options.markov_rank else "none",
         confidence=options.confidence,
         causal_layers=tuple(i for i, name in enumerate(sliding) if name == "sliding_attention"),
-        query_window=options.sliding_window,
+        query_window=None if options.family == "speculators" else options.sliding_window,
+        anchor_window=options.sliding_window if options.family == "speculators" else None,
         tap_norm=options.tap_norm,
     )
 
@@ -298,11 +302,3 @@ def test_positions_beyond_the_rotary_table_are_refused(tmp_path):
     sequences.lengths = [MAX_CONTEXT]
     with pytest.raises(EngineFault, match="max_context=160"):
         sequences.propose({0: 1})
-
-
-def test_a_window_measured_from_the_anchor_is_refused(tmp_path):
-    options = ToyDrafterOptions(
-        family="speculators", layer_types=("sliding_attention", "full_attention"), sliding_window=7
-    )
-    with pytest.raises(UnsupportedError, match="measured from the anchor"):
-        make_toy(tmp_path, options).predictor()

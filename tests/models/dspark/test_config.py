@@ -286,6 +286,8 @@ def test_wrong_target_is_refused(changes, words):
     check_target(parse_config(QWEN3_4B), **facts)
     with pytest.raises(CheckpointError, match=words):
         check_target(parse_config(QWEN3_4B), **{**facts, **changes})
+    with pytest.raises(CheckpointError, match="hidden_size=2560, but it reads the target's embedding of width 64"):
+        check_target(parse_config({**QWEN3_4B, "target_hidden_size": 64}), **{**facts, "hidden_size": 64})
 
 
 def test_last_layer_is_a_legal_tap_and_the_next_is_not():

@@ -75,6 +75,19 @@ def test_wrapper_ids_win_over_text_ids():
     assert parse_config(changed("eos_token_id", ...)).eos_token_ids == (163586,)
 
 
+def test_a_lone_expert_keeps_its_weight():
+    """The vendor code renormalises only what has more than one weight."""
+    assert parse_config(K3).moe.renormalize
+    assert not parse_config(changed("text_config.num_experts_per_token", 1)).moe.renormalize
+
+
+def test_the_quantisation_section_may_lie_in_the_wrapper():
+    raw = changed("text_config.quantization_config", ...)
+    assert not parse_config(raw).moe.quantized
+    raw["quantization_config"] = K3["text_config"]["quantization_config"]
+    assert parse_config(raw).moe.quantized
+
+
 WRONG = {
     "model_type": ("llama", "model_type='llama'"),
     "text_config": (..., "text_config is missing"),

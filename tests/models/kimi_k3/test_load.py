@@ -146,6 +146,14 @@ def test_quantisation_follows_the_tensors_not_the_config(tmp_path, tensors):
     assert torch.equal(with_key.layers[1].ffn.experts.gate_up, without.layers[1].ffn.experts.gate_up)
 
 
+def test_a_nan_scale_is_refused_in_packed_form_too(tmp_path, tensors):
+    MUTATIONS["scale code 255"][0](tensors)
+    write_tensors(tmp_path, tensors, 1)
+    (tmp_path / "config.json").write_text(json.dumps(toy_config(OPTIONS)))
+    with pytest.raises(CheckpointError, match=MUTATIONS["scale code 255"][1]):
+        load_target(tmp_path, dtype=torch.float32, experts="packed")
+
+
 def test_packed_experts_need_packed_tensors(tmp_path):
     write_toy_checkpoint(tmp_path, kimi_linear_toy())
     with pytest.raises(CheckpointError, match="packed experts need weight_packed"):

@@ -1,0 +1,139 @@
+"""Teach the trained target not to run into loops: unlikelihood on its own repetitions.
+
+A small model's greedy output falls into loops that its training text never shows. Each round lets
+the model answer training prompts greedily, marks the tokens by which an output repeats itself, and
+takes a few steps that push those tokens' probability down (Welleck et al. 2020, sequence-level
+unlikelihood) beside ordinary batches. Resumes like ``train_target.py``.
+
+Usage: ``python recipes/k3_small/repair_loops.py DATA_DIR TASKS.jsonl CORPUS.jsonl TOKENIZER_DIR OUT_DIR
+--init TARGET/checkpoint.pt --minutes 5``
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from config import MAX_POSITIONS, SPECIAL_IDS
+from rollouts import prompts
+from train_target import Mixture, Trainer, weighted_loss
+
+from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
+from outrider.engine.build import EngineLimits, build_engine, resolve_config
+from outrider.models.registry import load_target
+from outrider.request import Request, SamplingParams
+from outrider.tokenizer import Tokenizer, load_tokenizer
+from outrider.training.export import write_target
+
+LENGTH, SEATS, STEPS_PER_ROUND = 512, 64, 8
+TEXT_SHARE, COPY_SHARE = 0.35, 0.05
+
+
+def repeated(token_ids: list[int]) -> list[bool]:
+    """Tokens that belong to the second or a later copy of a block written three times in a row."""
+    marks = [False] * len(token_ids)
+    for period in range(1, MAX_PERIOD + 1):
+        run = 0
+        for index in range(period, len(token_ids)):
+            run = run + 1 if token_ids[index] == token_ids[index - period] else 0
+            if run >= period * (MIN_REPEATS - 1):
+                marks[index - run + 1 : index + 1] = [True] * run
+    return marks
+
+
+def answers(trainer: Trainer, asked: list[list[int]], stop_ids: tuple[int, ...]) -> list[list[int]]:
+    """Greedy outputs of the current weights, in the engine."""
+    with tempfile.TemporaryDirectory() as folder:
+        write_target(trainer.model, Path(folder), max_positions=MAX_POSITIONS, special_ids=SPECIAL_IDS)
+        target = load_target(Path(folder), dtype=torch.bfloat16)
+    config = resolve_config(
+        EngineLimits(max_prefill_tokens=1024),
+        max_num_seqs=SEATS,
+        max_model_len=LENGTH + 256,
+        num_draft_tokens=0,
+        chunk_multiple=target.chunk_multiple,
+    )
+    engine = build_engine(target, None, config, device=torch.device("cpu"))
+    outputs: list[list[int]] = [[] for _ in asked]
+    for index, prompt in enumerate(asked):
+        sampling = SamplingParams(max_tokens=220, stop_token_ids=stop_ids)
+        engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling))
+    while engine.has_work:
+        for update in engine.step():
+            outputs[int(update.request_id)] += update.new_token_ids
+    return outputs
+
+
+def unlikelihood(trainer: Trainer, rows: list[tuple[list[int], list[bool]]]) -> torch.Tensor:
+    """Mean of -log(1 - p) over the marked tokens of rows of ``LENGTH``."""
+    ids = torch.zeros(len(rows), LENGTH + 1, dtype=torch.int64)
+    marks = torch.zeros(len(rows), LENGTH + 1, dtype=torch.bool)
+    for row, (token_ids, repeats) in enumerate(rows):
+        size = min(len(token_ids), LENGTH + 1)
+        ids[row, :size] = torch.tensor(token_ids[:size])
+        marks[row, :size] = torch.tensor(repeats[:size])
+    hidden, _ = trainer.model(ids[:, :-1].contiguous())
+    picked = marks[:, 1:]
+    log_probabilities = F.log_softmax(trainer.model.lm_head(hidden[picked]), -1)
+    repeats_log = log_probabilities.gather(1, ids[:, 1:][picked].unsqueeze(1))
+    return -torch.log1p(-repeats_log.exp().clamp_max(0.9999)).mean()
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Rounds of answering and stepping until the minutes are spent."""
+    trainer = Trainer(arguments.out, arguments.lr)
+    if trainer.step == 0:
+        trainer.load(arguments.init, weights_only=True)
+    tokenizer: Tokenizer = load_tokenizer(arguments.tokenizer)
+    stop_ids = (tokenizer.special_token_id("<|close|>"), tokenizer.special_token_id("[EOS]"))
+    mixture = Mixture(arguments.data, TEXT_SHARE, COPY_SHARE)
+    source = prompts(arguments.tasks, arguments.corpus, tokenizer, seed=100 + trainer.step)
+    log = (arguments.out / "log.jsonl").open("a")
+    started, before = time.monotonic(), trainer.seconds
+    while time.monotonic() - started + before < arguments.minutes * 60:
+        asked = [ids for ids in (next(source) for _ in range(2 * SEATS)) if len(ids) < LENGTH - 64][:SEATS]
+        outputs = answers(trainer, asked, stop_ids)
+        rows = [
+            (prompt + output, [False] * len(prompt) + repeated(output))
+            for prompt, output in zip(asked, outputs, strict=True)
+        ]
+        looping = [row for row in rows if any(row[1][: LENGTH + 1])]
+        record = {"step": trainer.step, "looping": len(looping), "of": len(rows)}
+        log.write(json.dumps(record) + "\n")
+        log.flush()
+        for _ in range(STEPS_PER_ROUND):
+            picked = random.Random(trainer.step).sample(looping, min(8, len(looping)))
+            ordinary = mixture.batch(500_000 + trainer.step, LENGTH, 8 * LENGTH)
+            loss = weighted_loss(trainer.model, ordinary)
+            if picked:
+                padded = (picked * 8)[:8]  # one shape for every step
+                loss = loss + arguments.weight * unlikelihood(trainer, padded)
+            decay = 1.0 - 0.9 * min(1.0, (time.monotonic() - started + before) / (arguments.minutes * 60))
+            trainer.apply(loss, decay)
+            trainer.step += 1
+        trainer.seconds = time.monotonic() - started + before
+        trainer.save()
+
+
+def main() -> None:
+    """Parse the arguments and run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("data", "tasks", "corpus", "tokenizer", "out"):
+        parser.add_argument(name, type=Path)
+    parser.add_argument("--init", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--lr", type=float, default=0.0015)
+    parser.add_argument("--weight", type=float, default=1.0)
+    run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    main()
