@@ -61,7 +61,7 @@ def _parse_row(line: str, where: str) -> BenchPrompt:
             question_id=str(row["question_id"]),
             tier=str(row["category"]),
             sub_category=str(row["sub_category"]),
-            text=row["turns"][0] if isinstance(row["turns"], list) else None,
+            text=row["turns"][0] if isinstance(row["turns"], list) else "",
         )
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise RequestError(

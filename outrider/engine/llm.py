@@ -137,6 +137,8 @@ class LLM:
             raise RequestError(f"prompts is {type(prompts).__name__}; pass a list of prompts")
         if sampling is None or isinstance(sampling, SamplingParams):
             sampling = [sampling or SamplingParams()] * len(prompts)
+        if not isinstance(sampling, Sequence) or not all(isinstance(item, SamplingParams) for item in sampling):
+            raise RequestError("sampling is neither SamplingParams nor a list of them; pass one for all or one each")
         if len(sampling) != len(prompts):
             raise RequestError(f"{len(sampling)} sampling parameters for {len(prompts)} prompts; pass one each")
         running: list[_Running] = []
@@ -177,6 +179,8 @@ class LLM:
         Raises:
             RequestError: the prompt is empty, too long, or holds a foreign id.
         """
+        if not isinstance(prompt_token_ids, Iterable):
+            raise RequestError(f"prompt_token_ids is {type(prompt_token_ids).__name__}; pass a list of token ids")
         token_ids = tuple(prompt_token_ids)
         check_token_ids("prompt_token_ids", token_ids, self._target.vocab_size)
         if not 1 <= len(token_ids) <= self.max_model_len:

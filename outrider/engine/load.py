@@ -45,7 +45,7 @@ def resolve_dtype(model_path: Path, dtype: str | None) -> torch.dtype:
     """
     places = (read_config_json(model_path), _text_fields(model_path))
     declared = (place.get(key) for place in places for key in ("dtype", "torch_dtype"))
-    name = dtype or next((str(value) for value in declared if value), "bfloat16")
+    name = next((str(value) for value in declared if value), "bfloat16") if dtype is None else dtype
     if name not in DTYPES:
         raise ConfigError(f"dtype={name!r} is not offered; use {', '.join(DTYPES)}")
     return DTYPES[name]
@@ -57,6 +57,8 @@ def resolve_device(name: str) -> torch.device:
     Raises:
         ConfigError: torch does not know it, or cannot use it on this machine.
     """
+    if name in (None, "meta"):  # torch takes None for its default; a meta tensor has no values
+        raise ConfigError(f"device={name!r} cannot be used; use cpu or a device of this machine")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:

@@ -75,7 +75,7 @@ def _parse_entry(file: Path, name: str, raw: object, data_bytes: int) -> tuple[T
     """Check one header entry; return it with its data offsets in bytes."""
     if not isinstance(raw, dict) or set(raw) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{file.name}: tensor {name!r} has a malformed header entry: {raw!r}")
-    if raw["dtype"] not in DTYPES:
+    if not isinstance(raw["dtype"], str) or raw["dtype"] not in DTYPES:
         raise CheckpointError(f"{file.name}: tensor {name!r} has dtype {raw['dtype']!r}, known are {', '.join(DTYPES)}")
     dtype = DTYPES[raw["dtype"]]
     numbers = [raw["shape"], raw["data_offsets"]]

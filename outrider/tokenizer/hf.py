@@ -114,7 +114,7 @@ def _parse(path: Path) -> _Parsed:
     added = document.get("added_tokens") or []
     try:
         named = tuple(
-            NamedToken(name=str(item["content"]), token_id=int(item["id"]), special=bool(item["special"]))
+            NamedToken(name=_text(item["content"]), token_id=int(item["id"]), special=bool(item["special"]))
             for item in added  # type: ignore[attr-defined]
         )
         pairs = [_merge_pair(merge) for merge in merges]
@@ -129,6 +129,12 @@ def _component_types(component: object) -> Iterator[str]:
         for children in (component.get("pretokenizers"), component.get("decoders")):
             for child in children or []:
                 yield from _component_types(child)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a text")
+    return value
 
 
 def _merge_pair(merge: object) -> tuple[str, str]:

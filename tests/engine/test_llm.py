@@ -166,6 +166,14 @@ def test_prompts_of_another_type_are_refused(paths: tuple[Path, Path]) -> None:
     for asked in (5, None, b"ab", {"a": 1}, [5], [None], [b"ab"], [[1.0]], [[True]], [["a"]], [[10**30]]):
         with pytest.raises(RequestError):
             llm.generate(asked, GREEDY)  # type: ignore[arg-type]
+    for sampling in ([None], "x", 5, [5]):
+        with pytest.raises(RequestError, match="sampling"):
+            llm.generate([[1]], sampling)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="prompt_token_ids is NoneType"):
+        llm.last_logits(None)  # type: ignore[arg-type]
+    for device in (None, "meta", "x"):
+        with pytest.raises(ConfigError, match="device="):
+            LLM(paths[0], device=device)  # type: ignore[arg-type]
     with pytest.raises(RequestError, match=r"stop_token_ids contains 1\.5"):
         llm.generate([[1]], SamplingParams(max_tokens=1, stop_token_ids=(1.5,)))  # type: ignore[arg-type]
     (output,) = llm.generate([torch.arange(1, 4).numpy()], GREEDY)  # type: ignore[list-item]

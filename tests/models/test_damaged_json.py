@@ -13,6 +13,7 @@ from outrider.models.dspark.config_json import parse_config as parse_drafter
 from outrider.models.dspark.config_json import read_config as read_drafter
 from outrider.models.fields import read_config_json
 from outrider.models.kimi_k3.config import parse_config as parse_target
+from outrider.models.shards import read_header
 from outrider.testing.toy import ToyOptions, kimi_linear_toy, toy_config
 from outrider.testing.toy_dspark import ToyDrafterOptions, toy_drafter_config
 
@@ -84,6 +85,21 @@ def test_files_that_are_no_json_object_are_refused(read: Callable[[Path], object
     file.mkdir()
     with pytest.raises(UserError, match="cannot read"):
         read(tmp_path)
+
+
+def test_odd_values_in_a_tensor_header_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    good = {"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+    num_refused = 0
+    for name, changed in variants(good):
+        header = json.dumps(changed).encode()
+        file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+        try:
+            read_header(file)
+        except UserError as error:
+            num_refused += 1
+            assert "model.safetensors" in str(error), name
+    assert num_refused > 80
 
 
 @pytest.mark.parametrize(

@@ -40,8 +40,9 @@ def read_config(path: Path) -> DSparkConfig:
         ConfigError: a key is missing or contradicts another.
         UnsupportedError: the family or a feature is known but not offered.
     """
-    file = path / "config.json" if path.is_dir() else path
+    file = path
     try:
+        file = path / "config.json" if path.is_dir() else path
         parsed = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"no drafter config at {file}; give its checkpoint directory") from None
