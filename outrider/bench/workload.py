@@ -74,25 +74,23 @@ def _parse_row(line: str, where: str) -> BenchPrompt:
 
 
 def draw_prompts(prompts: Sequence[BenchPrompt], tier: str, num_prompts: int) -> tuple[BenchPrompt, ...]:
-    """The first `num_prompts` of a tier, taking turns over its sub-categories.
+    """The first `num_prompts` of a tier, or all if it has fewer, taking turns over its sub-categories.
 
     Sub-categories take turns in the order in which they appear; within each, file order holds. The draw
     depends on nothing else, so every arm, concurrency and later run gets the same prompts.
 
     Raises:
-        RequestError: the tier has fewer prompts than asked for.
+        RequestError: the tier has no prompt, or none is asked for.
     """
     queues: dict[str, list[BenchPrompt]] = {}
     for prompt in prompts:
         if prompt.tier == tier:
             queues.setdefault(prompt.sub_category, []).append(prompt)
-    available = sum(len(queue) for queue in queues.values())
-    if not 1 <= num_prompts <= available:
+    if num_prompts < 1:
+        raise RequestError(f"num_prompts={num_prompts} is out of range; use 1 or more")
+    if not queues:
         tiers = ", ".join(sorted({prompt.tier for prompt in prompts})) or "none"
-        raise RequestError(
-            f"num_prompts={num_prompts}, but tier {tier!r} has {available} usable prompts (tiers here: {tiers}); "
-            "ask for 1 up to that many, or name another tier"
-        )
+        raise RequestError(f"tier {tier!r} has no usable prompts (tiers here: {tiers}); name another tier")
     turns = max(len(queue) for queue in queues.values())
     drawn = [queue[turn] for turn in range(turns) for queue in queues.values() if turn < len(queue)]
     return tuple(drawn[:num_prompts])

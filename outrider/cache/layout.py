@@ -19,7 +19,6 @@ class PagedLayout:
     num_layers: int
     row_shape: tuple[int, ...]
     dtype: torch.dtype
-    restorable: bool = True  # rows of a shared prefix may be reused as they are
 
     @property
     def bytes_per_token(self) -> int:
@@ -44,7 +43,6 @@ class RecurrentLayout:
     state_dtype: torch.dtype
     conv_shape: tuple[int, int]
     conv_dtype: torch.dtype
-    restorable: bool = True  # a copied snapshot at a step boundary continues exactly
 
     @property
     def state_bytes_per_slot(self) -> int:

@@ -76,6 +76,8 @@ def _check(command: BenchAb) -> None:
     ):
         if not values or min(values) < 1:
             raise ConfigError(f"{name}={','.join(map(str, values))} is out of range; use numbers of 1 or more")
+    if "spec" in command.arms and parse_speculation(command.speculation) in ("off", 0):
+        raise ConfigError(f"--speculation {command.speculation} leaves the spec arm without drafts; use --arms plain")
     if not command.tiers:
         raise ConfigError("--tiers is empty; name at least one category of the prompt file")
 
@@ -84,6 +86,11 @@ def _measure(command: BenchAb, prompt_set: PromptSet, arms: dict[str, LLM]) -> l
     first = next(iter(arms.values()))
     usable = usable_prompts(prompt_set.prompts, command.tiers, first, command.max_tokens)
     drawn = {tier: draw_prompts(usable, tier, command.num_prompts) for tier in command.tiers}
+    for tier, prompts in drawn.items():
+        if len(prompts) < command.num_prompts:
+            logger.warning(
+                "%s: %d usable prompts, fewer than the %d asked for", tier, len(prompts), command.num_prompts
+            )
     ticker = Ticker()
     cells = []
     for tier, prompts in drawn.items():

@@ -1,7 +1,7 @@
 """`outrider demo`: real prompts answered with speculation off and on, and what it gained."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.columns import Columns
@@ -20,6 +20,7 @@ from outrider.cli.arms import ARM_NAMES, ArmOptions, Ticker, answer_sampling, op
 from outrider.cli.checkpoints import resolve_checkpoint
 from outrider.cli.runtime import resolve_dtype, set_threads
 from outrider.engine.llm import LLM
+from outrider.tokenizer import IncrementalDetokenizer, Tokenizer
 
 __all__ = ["run_demo"]
 
@@ -92,7 +93,7 @@ def _show_answers(console: Console, arms: Mapping[str, LLM], prompt: BenchPrompt
         ).prompts[0]
         for name, llm in arms.items()
     }
-    texts = {name: tokenizer.decode(record.token_ids) for name, record in records.items()}
+    texts = {name: _text_of(record.token_ids, tokenizer) for name, record in records.items()}
     shown = prompt.text if len(prompt.text) <= NUM_SHOWN_PROMPT_CHARS else f"{prompt.text[:NUM_SHOWN_PROMPT_CHARS]} ..."
     console.print()
     console.print(Panel(Text(shown), title=f"{prompt.tier}: prompt", title_align="left", width=WIDTH))
@@ -105,6 +106,11 @@ def _show_answers(console: Console, arms: Mapping[str, LLM], prompt: BenchPrompt
     same = records["plain"].token_ids == records["spec"].token_ids and texts["plain"] == texts["spec"]
     console.print("byte-identical: " + ("yes" if same else "NO"))
     return same
+
+
+def _text_of(token_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    detokenizer = IncrementalDetokenizer(tokenizer)  # unlike decode, it takes every id that a model can emit
+    return detokenizer.push(token_ids) + detokenizer.flush()
 
 
 def _pace(record: PromptRecord) -> str:

@@ -1,21 +1,26 @@
 """`outrider generate`: one prompt, its continuation on stdout."""
 
 import json
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from outrider.cli.arguments import Generate
 from outrider.cli.checkpoints import resolve_checkpoint
 from outrider.cli.runtime import loading_bar, parse_speculation, resolve_dtype, set_threads
 from outrider.engine.llm import LLM
-from outrider.errors import ConfigError, EngineFault, RequestError
-from outrider.request import FinishReason, RequestUpdate, RequestUsage, SamplingParams
+from outrider.errors import ConfigError, RequestError
+from outrider.request import FinishReason, RequestUpdate, SamplingParams
 from outrider.tokenizer import Tokenizer, answer_stop_ids
 
 __all__ = ["run_generate"]
 
+EXIT_FAILED = 1
+
 
 def run_generate(command: Generate) -> int:
-    """Generate and print; returns the exit status."""
+    """Generate and print; returns 1 if the request ended with an error, else 0."""
     _check(command)
     set_threads(command.threads)
     speculation = parse_speculation(command.speculation)
@@ -35,21 +40,39 @@ def run_generate(command: Generate) -> int:
     stop_token_ids = answer_stop_ids(llm.tokenizer) if command.chat and llm.tokenizer is not None else ()
     sampling = SamplingParams(max_tokens=command.max_tokens, stop_token_ids=stop_token_ids)
     updates = llm.stream(prompt_token_ids, sampling)
-    if command.json:
-        return _print_json(list(updates))
-    if llm.tokenizer is None:
+    if not command.json and llm.tokenizer is None:
         raise RequestError(f"{command.model} has no tokenizer files, so there is no text; add --json for token ids")
-    for update in updates:
-        sys.stdout.write(update.new_text)
-        sys.stdout.flush()
-        _raise_error(update)
-    sys.stdout.write("\n")
+    with _one_line_per_fault():
+        last = _print_json(updates) if command.json else _print_text(updates)
+    if last.finish_reason is FinishReason.ERROR:
+        print("outrider: the request failed:", " ".join(str(last.error).split()), file=sys.stderr)
+        return EXIT_FAILED
     return 0
 
 
-def _raise_error(update: RequestUpdate) -> None:
-    if update.finish_reason is FinishReason.ERROR:
-        raise EngineFault(update.error)
+@contextmanager
+def _one_line_per_fault() -> Iterator[None]:
+    """Hold back the engine's log of a failed round, which has a traceback: the request carries the cause."""
+    log = logging.getLogger("outrider.engine.engine")
+    log.addFilter(_has_no_traceback)
+    try:
+        yield
+    finally:
+        log.removeFilter(_has_no_traceback)
+
+
+def _has_no_traceback(record: logging.LogRecord) -> bool:
+    return record.exc_info is None
+
+
+def _print_text(updates: Iterator[RequestUpdate]) -> RequestUpdate:
+    """Print text as it comes, and nothing else; the line end is for a person at a terminal."""
+    for update in updates:
+        sys.stdout.write(update.new_text)
+        sys.stdout.flush()
+    if sys.stdout.isatty():
+        sys.stdout.write("\n")
+    return update
 
 
 def _check(command: Generate) -> None:
@@ -69,10 +92,13 @@ def _encode(tokenizer: Tokenizer | None, command: Generate) -> tuple[int, ...]:
     return tuple(tokenizer.encode(command.prompt))
 
 
-def _print_json(updates: list[RequestUpdate]) -> int:
-    _raise_error(updates[-1])
-    usage: RequestUsage | None = updates[-1].usage
-    reason = updates[-1].finish_reason
+def _print_json(stream: Iterator[RequestUpdate]) -> RequestUpdate:
+    """Print the whole result, or nothing if the request failed."""
+    updates = list(stream)
+    last = updates[-1]
+    if last.finish_reason is FinishReason.ERROR:
+        return last
+    usage, reason = last.usage, last.finish_reason
     assert usage is not None, "the last update of a request carries its usage"
     assert reason is not None, "the last update of a request carries its finish reason"
     result = {
@@ -85,4 +111,4 @@ def _print_json(updates: list[RequestUpdate]) -> int:
         "accepted": usage.num_accepted,
     }
     print(json.dumps(result, ensure_ascii=False))
-    return 0
+    return last

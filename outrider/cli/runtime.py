@@ -50,7 +50,7 @@ def prepare_output(path: str) -> Path:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.open("a", encoding="utf-8").close()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or error
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
         raise ConfigError(f"--json {path!r} cannot be written ({reason}); name another file") from error
     return output
 

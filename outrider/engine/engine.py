@@ -81,12 +81,24 @@ class Engine:
         A fault of the device ends the requests that were in the round, with its message; requests
         that were not in it go on.
 
+        Anything that is no ordinary exception, such as a KeyboardInterrupt, may strike between a change
+        of the device and its bookkeeping, so it stops the engine and is raised again.
+
         Raises:
             EngineFault: an internal invariant broke. Every request is lost and the engine stops.
         """
         self._check_alive()
         if not self.has_work:
             return []
+        try:
+            return self._round()
+        except Exception:
+            raise
+        except BaseException as interrupt:
+            self._stop(f"interrupted by {type(interrupt).__name__}")
+            raise
+
+    def _round(self) -> list[RequestUpdate]:
         begin = perf_counter()
         plan = self._scheduler.schedule()
         if not plan.scheduled:

@@ -21,6 +21,7 @@ from outrider.engine.metrics import EngineMetrics
 from outrider.engine.prefill import last_logits
 from outrider.errors import RequestError, UnsupportedError, allocating
 from outrider.models.dspark.checkpoint import TargetTables
+from outrider.models.dspark.config_json import read_config
 from outrider.models.dspark.load import load_predictor
 from outrider.models.kimi_k3.moe import ExpertForm
 from outrider.models.registry import load_target
@@ -93,8 +94,15 @@ class LLM:
         predictor = None
         if drafter is not None and speculation not in ("off", 0):
             tables = TargetTables(embedding_VD=self._target.embedding, head_VD=self._target.lm_head)
-            predictor = load_predictor(Path(drafter), self._target, tables, max_context=self.max_model_len)
-        num_draft_tokens = resolve_num_draft_tokens(speculation, predictor.num_draft_tokens if predictor else 0)
+            block_drafts = read_config(Path(drafter)).num_draft_tokens
+            predictor = load_predictor(
+                Path(drafter),
+                self._target,
+                tables,
+                max_context=self.max_model_len,
+                num_draft_tokens=resolve_num_draft_tokens(speculation, block_drafts),
+            )
+        num_draft_tokens = predictor.num_draft_tokens if predictor else resolve_num_draft_tokens(speculation, 0)
         self.config = resolve_config(
             limits or EngineLimits(),
             max_num_seqs=max_num_seqs,

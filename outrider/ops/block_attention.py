@@ -7,11 +7,10 @@ B = S * J matrices, Q query rows of one matrix (G x heads per group, padded), Y 
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from outrider.ops.invariant import island_dtype, pad_rows
 from outrider.ops.paged import KEY_TILE, PagedKeys
-from outrider.ops.tiled import attend_panels, combine_partials, tile_partials, tiles_per_panel
+from outrider.ops.tiled import attend_panels, combine_partials, tiles_per_panel
 
 __all__ = ["BlockMask", "block_attention", "block_attention_reference"]
 
@@ -58,57 +57,65 @@ def block_attention(
     group = num_heads // num_kv_heads
     q_SGJXK = q_SGHK.to(island).view(num_sequences, num_rows, num_kv_heads, group, width)
     q_BQK = pad_rows(q_SGJXK.permute(0, 2, 1, 3, 4).reshape(num_sequences * num_kv_heads, -1, width) * scale)
-    row_Q = torch.arange(q_BQK.shape[1], device=q_SGHK.device) // group  # block row of each query row
     num_keys_B = keys.num_keys_S.repeat_interleave(num_kv_heads)
+    block_visible_1QN = _block_visible(q_BQK.shape[1], group, num_rows, mask, q_BQK.device)
 
     def load(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        position_YN = torch.arange(first * KEY_TILE, last * KEY_TILE, device=row_Q.device).view(-1, KEY_TILE)
-        exists = position_YN < num_keys_B[:, None, None]
-        visible_BYQN = exists[:, :, None]
-        if mask.window is not None:
-            origin = row_Q.new_full((1, 1), -1) if mask.window_from_anchor else row_Q[:, None]
-            distance = num_keys_B[:, None, None, None] + origin - position_YN[:, None, :]
-            visible_BYQN = visible_BYQN & (distance < mask.window)
-        context_K = _context_tiles(context_keys_RJK, keys, first, last, island)
-        context_V = _context_tiles(context_values_RJK, keys, first, last, island)
-        return context_K, context_V, visible_BYQN
+        """Key tiles first..last; tile number ``keys.num_tiles`` is the block's own."""
+        context_end = min(last, keys.num_tiles)
+        size = (2, num_sequences, num_kv_heads, last - first, KEY_TILE, width)
+        tiles_2SJYNK = torch.zeros(size, dtype=island, device=q_BQK.device)
+        visible = []
+        if first < context_end:
+            index_N = keys.key_rows_SK[:, first * KEY_TILE : context_end * KEY_TILE].reshape(-1)
+            shape = (num_sequences, context_end - first, KEY_TILE, num_kv_heads, width)
+            for side, cache_RJK in enumerate((context_keys_RJK, context_values_RJK)):
+                rows_SYNJK = cache_RJK.index_select(0, index_N).view(shape)
+                tiles_2SJYNK[side, :, :, : context_end - first] = rows_SYNJK.permute(0, 3, 1, 2, 4)
+            visible.append(_context_visible(num_keys_B, first, context_end, q_BQK.shape[1], group, mask))
+        if last > keys.num_tiles:
+            for side, block_SGJK in enumerate((block_keys_SGJK, block_values_SGJK)):
+                tiles_2SJYNK[side, :, :, -1, :num_rows] = block_SGJK.transpose(1, 2)
+            visible.append(block_visible_1QN.expand(q_BQK.shape[0], 1, -1, -1))
+        keys_BYNK, values_BYNK = tiles_2SJYNK.flatten(1, 2).unbind(0)
+        return keys_BYNK, values_BYNK, visible[0] if len(visible) == 1 else torch.cat(visible, dim=1)
 
     panel = tiles_per_panel(q_BQK.shape[0] * max(q_BQK.shape[1], KEY_TILE) * width)
-    partials = attend_panels(q_BQK, keys.num_tiles, panel, load)
-    block_K, block_V = (_block_tile(x, island) for x in (block_keys_SGJK, block_values_SGJK))
-    partials.append(tile_partials(q_BQK, block_K, block_V, _block_visible(row_Q, num_rows, mask)))
+    partials = attend_panels(q_BQK, keys.num_tiles + 1, panel, load)
     out_BQK = combine_partials(partials)[:, : num_rows * group]
     out_SJGXK = out_BQK.reshape(num_sequences, num_kv_heads, num_rows, group, width)
     return out_SJGXK.permute(0, 2, 1, 3, 4).reshape(q_SGHK.shape).to(q_SGHK.dtype)
 
 
-def _context_tiles(
-    cache_RJK: torch.Tensor, keys: PagedKeys, first: int, last: int, island: torch.dtype
+def _context_visible(
+    num_keys_B: torch.Tensor, first: int, last: int, num_queries: int, group: int, mask: BlockMask
 ) -> torch.Tensor:
-    """Cache rows of a run of tiles, ``[S * J, Y, N, K]``, a new tensor."""
-    index_SN = keys.key_rows_SK[:, first * KEY_TILE : last * KEY_TILE]
-    num_kv_heads, width = cache_RJK.shape[1:]
-    rows = cache_RJK.index_select(0, index_SN.reshape(-1)).to(island)
-    rows_SYNJK = rows.view(index_SN.shape[0], last - first, KEY_TILE, num_kv_heads, width)
-    return rows_SYNJK.permute(0, 3, 1, 2, 4).reshape(-1, last - first, KEY_TILE, width)
+    """Mask ``[B, Y, Q or 1, N]`` of context tiles first..last; one query row without window and causality."""
+    position_YN = torch.arange(first * KEY_TILE, last * KEY_TILE, device=num_keys_B.device).view(-1, KEY_TILE)
+    visible_BY1N = (position_YN < num_keys_B[:, None, None])[:, :, None]
+    if mask.window is None:
+        return visible_BY1N.expand(-1, -1, num_queries, -1) if mask.causal else visible_BY1N
+    row_Q = torch.arange(num_queries, device=num_keys_B.device) // group  # block row of each query row
+    origin_Q1 = torch.full_like(row_Q, -1)[:, None] if mask.window_from_anchor else row_Q[:, None]
+    distance = num_keys_B[:, None, None, None] + origin_Q1 - position_YN[:, None, :]
+    return visible_BY1N & (distance < mask.window)
 
 
-def _block_tile(x_SGJK: torch.Tensor, island: torch.dtype) -> torch.Tensor:
-    """The block's keys or values as one zero-padded tile ``[S * J, 1, N, K]``."""
-    x_BGK = x_SGJK.to(island).transpose(1, 2).flatten(0, 1)
-    return F.pad(x_BGK, (0, 0, 0, KEY_TILE - x_BGK.shape[1]))[:, None]
-
-
-def _block_visible(row_Q: torch.Tensor, num_rows: int, mask: BlockMask) -> torch.Tensor:
-    """Mask ``[1, 1, Q, N]`` inside the block. Padding query rows see what row 0 sees."""
-    key_N = torch.arange(KEY_TILE, device=row_Q.device)
-    query_Q1 = torch.where(row_Q < num_rows, row_Q, 0)[:, None]
-    visible_QN = (key_N < num_rows).expand(row_Q.shape[0], -1)
-    if mask.causal:
-        visible_QN = visible_QN & (key_N <= query_Q1)
-    if mask.window is not None and not mask.window_from_anchor:
-        visible_QN = visible_QN & (query_Q1 - key_N < mask.window)
-    return visible_QN[None, None]
+def _block_visible(
+    num_queries: int, group: int, num_rows: int, mask: BlockMask, device: torch.device
+) -> torch.Tensor:
+    """Mask ``[1, Q or 1, N]`` inside the block, Q as in ``_context_visible``. Padding rows see what row 0 sees."""
+    key_N = torch.arange(KEY_TILE, device=device)
+    visible_QN = (key_N < num_rows)[None]
+    if mask.causal or mask.window is not None:
+        row_Q = torch.arange(num_queries, device=device) // group
+        query_Q1 = torch.where(row_Q < num_rows, row_Q, 0)[:, None]
+        visible_QN = visible_QN.expand(num_queries, -1)
+        if mask.causal:
+            visible_QN = visible_QN & (key_N <= query_Q1)
+        if mask.window is not None and not mask.window_from_anchor:
+            visible_QN = visible_QN & (query_Q1 - key_N < mask.window)
+    return visible_QN[None]
 
 
 def block_attention_reference(

@@ -17,7 +17,6 @@ Dims: B batch of matrices, R rows, C inner, N columns.
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 
 __all__ = [
     "batch_matmul",
@@ -49,13 +48,13 @@ def island_dtype(dtype: torch.dtype) -> torch.dtype:
 def pad_last(x: torch.Tensor, multiple: int = LANES) -> torch.Tensor:
     """Append zeros to the last dim up to a multiple; the same object when nothing is missing."""
     missing = -x.shape[-1] % multiple
-    return F.pad(x, (0, missing)) if missing else x
+    return torch.constant_pad_nd(x, (0, missing)) if missing else x
 
 
 def pad_rows(x: torch.Tensor, multiple: int = ROW_TILE) -> torch.Tensor:
     """Append zero rows (dim -2) up to a multiple; the same object when nothing is missing."""
     missing = -x.shape[-2] % multiple
-    return F.pad(x, (0, 0, 0, missing)) if missing else x
+    return torch.constant_pad_nd(x, (0, 0, 0, missing)) if missing else x
 
 
 def elementwise(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -67,6 +66,8 @@ def elementwise(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch
     """
     if x.is_cuda:  # one thread per element there
         return function(x)
+    if x.dim() and x.shape[-1] % LANES == 0 and x.numel() <= SERIAL_ELEMENTS:
+        return function(x.contiguous())
     width = x.shape[-1] if x.dim() else 1
     padded = pad_last(x if x.dim() else x[None]).contiguous()
     if padded.numel() <= SERIAL_ELEMENTS:

@@ -90,11 +90,18 @@ def kda_update(state_HWK: torch.Tensor, decay_HK: torch.Tensor, u_HW: torch.Tens
     ``addcmul`` was found to fuse in vector and in scalar code alike, at every width and offset tried, in
     float32 and float64; where a build does not fuse, it does so nowhere.
     """
-    return _add_outer(state_HWK * decay_HK[..., None, :], u_HW, k_HK)
+    return _add_outer_(_decayed(state_HWK, decay_HK), u_HW, k_HK)
 
 
-def _add_outer(decayed_HWK: torch.Tensor, u_HW: torch.Tensor, k_HK: torch.Tensor) -> torch.Tensor:
-    """Add ``u k^T`` in place: the second half of ``kda_update``."""
+# The one update of step, verify and commit, in its two halves: a step needs the decayed state between
+# them to form ``u``. Nothing else in the package writes a state.
+def _decayed(state_HWK: torch.Tensor, decay_HK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """First half: ``S * decay``, rounded; ``out`` may be the state itself."""
+    return torch.mul(state_HWK, decay_HK[..., None, :], out=out)
+
+
+def _add_outer_(decayed_HWK: torch.Tensor, u_HW: torch.Tensor, k_HK: torch.Tensor) -> torch.Tensor:
+    """Second half, in place: add ``u k^T``, fused."""
     return decayed_HWK.addcmul_(u_HW[..., :, None], k_HK[..., None, :])
 
 
@@ -140,8 +147,8 @@ def kda_recurrent(
     overlap_SMH1 = (keys_SMHK * queries_SMHK).sum(-1, keepdim=True)
     state, out_rows, u_rows = state_SHWK, [], []
     for m in range(layout.max_length):
-        decay = decay_SMHK[:, m, :, None, :]
-        decayed = state.mul_(decay) if m else state * decay  # the caller's state stays as it is
+        # The first row makes a new tensor: the caller's state stays as it is.
+        decayed = _decayed(state, decay_SMHK[:, m], out=state if m else None)
         products = batch_matmul(
             decayed.view(matrices, value_width, key_width),
             rows.keys_queries_SMH2K[:, m].reshape(matrices, 2, key_width).transpose(1, 2),
@@ -149,7 +156,7 @@ def kda_recurrent(
         u_SHW = rows.beta_SMH[:, m, :, None] * (rows.v_SMHW[:, m] - products[..., 0])
         out_rows.append(torch.addcmul(products[..., 1], overlap_SMH1[:, m], u_SHW))
         u_rows.append(u_SHW)
-        state = _add_outer(decayed, u_SHW, keys_SMHK[:, m])
+        state = _add_outer_(decayed, u_SHW, keys_SMHK[:, m])
     log = KdaLog(
         u_THW=to_flat(torch.stack(u_rows, dim=1), layout), k_THK=to_flat(keys_SMHK, layout), decay_THK=decay_THK
     )
@@ -235,5 +242,5 @@ def kda_commit_(
     for first in range(0, seats.shape[0], per_block):
         block = slice(first, first + per_block)
         for m in range(num_rows):
-            seats[block].mul_(decay_live[block, m, :, None, :])
-            _add_outer(seats[block], u_live[block, m], k_live[block, m])
+            part = seats[block]
+            _add_outer_(_decayed(part, decay_live[block, m], out=part), u_live[block, m], k_live[block, m])

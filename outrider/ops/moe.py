@@ -30,6 +30,8 @@ __all__ = [
 
 # Up to this many rows the batched form pads every expert to one row tile at most.
 BATCHED_MAX_ROWS = 16
+# Where all first matrices together hold no more elements, reading them costs less than a call per chosen expert.
+SMALL_STACK_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,8 @@ def routed_experts(
 ) -> torch.Tensor:
     """Expert outputs combined per row, ``[T, L]`` in the dtype of x.
 
-    Takes the batched form when the rows reach about every expert anyway, else the loop. Both give the
+    Takes the batched form when the rows reach about every expert anyway or the experts are small, else the
+    loop. Both give the
     same bits, so the choice may depend on the batch. Where the start-up probe found that they do not,
     ``product`` is ``linear_padded`` and only the loop runs, on padded tiles.
     """
@@ -150,7 +153,7 @@ def routed_experts(
         isinstance(experts, StackedExperts)
         and product is linear
         and num_rows <= BATCHED_MAX_ROWS
-        and num_rows * num_chosen >= experts.num_experts
+        and (num_rows * num_chosen >= experts.num_experts or experts.gate_up_EJL.numel() <= SMALL_STACK_ELEMENTS)
     ):
         return routed_experts_batched(x_TL, routing, experts, activation)
     return routed_experts_loop(x_TL, routing, experts, activation, product=product)

@@ -16,8 +16,6 @@ __all__ = [
     "YarnScaling",
     "apply_half",
     "apply_half_reference",
-    "apply_interleaved",
-    "apply_interleaved_reference",
     "rotary_frequencies",
     "rotary_table",
     "yarn_magnitude",
@@ -118,14 +116,6 @@ def apply_half(x_THK: torch.Tensor, table: RotaryTable, positions_T: torch.Tenso
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x_THK.dtype)
 
 
-def apply_interleaved(x_THK: torch.Tensor, table: RotaryTable, positions_T: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs ``(2 i, 2 i + 1)``; otherwise as ``apply_half``."""
-    cos, sin = _rows_of(table, positions_T)
-    pairs = x_THK.to(island_dtype(x_THK.dtype)).reshape(*x_THK.shape[:-1], -1, 2)
-    even, odd = pairs[..., 0], pairs[..., 1]
-    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2).to(x_THK.dtype)
-
-
 def _rows_of(table: RotaryTable, positions_T: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosine and sine rows with a broadcast head dim."""
     return table.cos_PF[positions_T][..., None, :], table.sin_PF[positions_T][..., None, :]
@@ -137,10 +127,3 @@ def apply_half_reference(x_THK: torch.Tensor, table: RotaryTable, positions_T: t
     turn = torch.complex(table.cos_PF[positions_T].double(), table.sin_PF[positions_T].double())[..., None, :]
     turned = torch.complex(first.contiguous(), second.contiguous()) * turn
     return torch.cat([turned.real, turned.imag], dim=-1).to(x_THK.dtype)
-
-
-def apply_interleaved_reference(x_THK: torch.Tensor, table: RotaryTable, positions_T: torch.Tensor) -> torch.Tensor:
-    """The rotation of neighbouring pairs as a complex product, in float64."""
-    turn = torch.complex(table.cos_PF[positions_T].double(), table.sin_PF[positions_T].double())[..., None, :]
-    pairs = torch.view_as_complex(x_THK.double().reshape(*x_THK.shape[:-1], -1, 2))
-    return torch.view_as_real(pairs * turn).flatten(-2).to(x_THK.dtype)

@@ -5,17 +5,25 @@ Dims: N rows, V vocabulary, T rows, E candidates.
 
 import torch
 
-__all__ = ["argmax_lowest", "topk_lowest"]
+__all__ = ["argmax_lowest", "first_maximum", "topk_lowest"]
 
 
 def argmax_lowest(x_NV: torch.Tensor) -> torch.Tensor:
     """Index of the largest value of each row, the lowest one among equals; int64 ``[N]``.
 
-    ``torch.argmax`` leaves the choice among equals open. A row with a NaN gives V, which is out of
-    range on purpose.
+    A row with a NaN gives V, which is out of range on purpose.
     """
-    index_V = torch.arange(x_NV.shape[-1], device=x_NV.device)
-    return torch.where(x_NV == x_NV.amax(-1, keepdim=True), index_V, x_NV.shape[-1]).amin(-1)
+    value_N, index_N = x_NV.max(-1)
+    return torch.where(value_N.isnan(), x_NV.shape[-1], index_N)
+
+
+def first_maximum(x_NV: torch.Tensor) -> torch.Tensor:
+    """As ``argmax_lowest``, but a row with a NaN gives its first NaN: always in range; int64 ``[N]``.
+
+    ``torch.max`` along a dim documents the first of equal maxima. For drafts: a wrong one costs time
+    only, an index out of range would be a fault.
+    """
+    return x_NV.max(-1).indices
 
 
 def topk_lowest(x_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

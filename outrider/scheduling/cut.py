@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass
 
-from outrider.errors import TokenizerError
 from outrider.request import FinishReason
 from outrider.scheduling.sequence import Sequence
 
@@ -42,10 +41,7 @@ def append_until_end(sequence: Sequence, output_token_ids: tuple[int, ...], voca
         if token_id in sequence.stop_token_ids:
             return cut(FinishReason.STOP, token_id)
         if sequence.text is not None:
-            try:
-                text += sequence.text.push((token_id,))
-            except TokenizerError as unknown_token:
-                return cut(FinishReason.ERROR, error=str(unknown_token))
+            text += sequence.text.push((token_id,))
         sequence.token_ids.append(token_id)
         if sequence.text is not None and sequence.text.stopped:
             return cut(FinishReason.STOP, sequence.text.matched_stop)

@@ -15,7 +15,6 @@ from typing import Protocol
 import torch
 
 from outrider.batch import DraftBlock, ForwardBatch, TargetOutput
-from outrider.cache.layout import PagedLayout
 from outrider.errors import EngineFault
 from outrider.models.dspark.block import BlockAnchors, BlockPredictor
 
@@ -58,18 +57,14 @@ class Drafter(Protocol):
     def aux_hidden_stream(self) -> str:
         """Which stream to tap: "mixture" or "prefix"."""
 
-    @property
-    def cache_layouts(self) -> tuple[PagedLayout, ...]:
-        """What the drafter keeps per token, for the memory budget."""
-
     def propose(self, anchors: Anchors) -> DraftBlock | None:
         """One block for every anchor, all in one call; None when there is nothing to verify."""
 
     def observe(self, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
         """Take in the committed rows of one target step, prompt chunks included."""
 
-    def reset(self, slots: Sequence[int], num_context_tokens: int = 0) -> None:
-        """Start sequences in ``slots`` whose first tokens are already covered by shared pages."""
+    def reset(self, slots: Sequence[int]) -> None:
+        """Start sequences in ``slots``."""
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget the sequences in ``slots``."""
@@ -81,7 +76,6 @@ class NullDrafter:
     num_draft_tokens = 0
     aux_layer_ids: tuple[int, ...] = ()
     aux_hidden_stream = "mixture"
-    cache_layouts: tuple[PagedLayout, ...] = ()
 
     def propose(self, anchors: Anchors) -> None:
         """No drafts."""
@@ -89,7 +83,7 @@ class NullDrafter:
     def observe(self, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
         """Nothing to take in."""
 
-    def reset(self, slots: Sequence[int], num_context_tokens: int = 0) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """Nothing to start."""
 
     def release(self, slots: Sequence[int]) -> None:
@@ -113,23 +107,18 @@ class DSparkDrafter:
         self.aux_layer_ids = config.aux_layer_ids
         self.aux_hidden_stream = config.aux_hidden_stream.value
 
-    @property
-    def cache_layouts(self) -> tuple[PagedLayout, ...]:
-        """Keys and values of one token in every draft layer."""
-        return (self._predictor.context_layout,)
-
     def observed_tokens(self, slot: int) -> int:
         """Context tokens of the sequence in ``slot``."""
         if slot not in self._observed:
             raise EngineFault(f"drafter slot {slot} holds no sequence; reset it first")
         return self._observed[slot]
 
-    def reset(self, slots: Sequence[int], num_context_tokens: int = 0) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """See Drafter; a slot that still holds a sequence is an engine fault."""
         for slot in slots:
             if slot in self._observed:
                 raise EngineFault(f"drafter slot {slot} is reset while it holds a sequence; release it")
-            self._observed[slot] = num_context_tokens
+            self._observed[slot] = 0
 
     def release(self, slots: Sequence[int]) -> None:
         """See Drafter. Cached rows stay; the length gates every read of them."""

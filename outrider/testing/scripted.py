@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from outrider.batch import DraftBlock, ForwardBatch, TargetOutput
-from outrider.cache.layout import PagedLayout
 from outrider.errors import EngineFault
 from outrider.models.protocol import AuxStream
 from outrider.speculative.drafter import Anchors, ObservedSpans
@@ -30,7 +29,6 @@ class ScriptedDrafter:
 
     aux_layer_ids: tuple[int, ...] = ()
     aux_hidden_stream: AuxStream = "mixture"
-    cache_layouts: tuple[PagedLayout, ...] = ()
 
     def __init__(self, num_draft_tokens: int, script: Script) -> None:
         self.num_draft_tokens = num_draft_tokens
@@ -64,7 +62,7 @@ class ScriptedDrafter:
                 span = [token_ids[next(rows)] for _ in range(length)]
                 self._token_ids[slot].extend(span[:count])
 
-    def reset(self, slots: Sequence[int], num_context_tokens: int = 0) -> None:
+    def reset(self, slots: Sequence[int]) -> None:
         """Start empty sequences."""
         for slot in slots:
             if slot in self._token_ids:

@@ -156,6 +156,8 @@ def build_token_table(
                 f"added token {token.name!r} with id {token.token_id} collides with another added token; "
                 "repair the tokenizer files of the checkpoint"
             )
+        if token.name != well_formed(token.name):
+            raise TokenizerError(f"added token {token.name!r} has no UTF-8 form; repair the tokenizer files")
         id_by_name[token.name] = token.token_id
         name_by_id[token.token_id] = token.name
     for token_id in (*base_tokens, *name_by_id):

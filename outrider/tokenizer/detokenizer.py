@@ -4,7 +4,7 @@ import codecs
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from outrider.errors import RequestError
+from outrider.errors import RequestError, TokenizerError
 from outrider.tokenizer.base import Tokenizer
 
 __all__ = ["IncrementalDetokenizer"]
@@ -13,7 +13,9 @@ __all__ = ["IncrementalDetokenizer"]
 class IncrementalDetokenizer:
     """Streams the text of one sequence; the text does not depend on how the ids are split into pushes.
 
-    Without a stop string, the pushes and the flush concatenate to `tokenizer.decode(all ids)`. A code
+    Without a stop string, the pushes and the flush concatenate to `tokenizer.decode(all ids)`. An id that
+    the tokenizer does not have adds no text: the vocabulary of a model may be padded beyond its tokenizer,
+    and what a model emits must not fail. `Tokenizer.decode` and `token_bytes` stay strict. A code
     point is emitted only when all its bytes are there, and text that may still become a stop string is
     held back. The stop string whose last character comes first in the text wins; among those that end
     at the same character, the longest. Output ends just before it, and later tokens are ignored.
@@ -83,17 +85,15 @@ class IncrementalDetokenizer:
     def push(self, token_ids: Iterable[int]) -> str:
         """Take the next tokens of the sequence and return the text that is now certain.
 
-        Returns "" once stopped. Raises TokenizerError for an id outside the vocabulary; no token of
-        this call is taken then.
+        Returns "" once stopped.
         """
         assert not self._flushed, "push after flush; create one detokenizer per sequence"
-        contents = [self._tokenizer.token_bytes(token_id, self._show_special) for token_id in token_ids]
         pieces: list[str] = []
-        for content in contents:
+        for token_id in token_ids:
             if self.stopped:
                 break
             self._num_tokens += 1
-            pieces.append(self._advance(self._decode(content)))
+            pieces.append(self._advance(self._decode(self._bytes_of(token_id))))
         return "".join(pieces)
 
     def flush(self) -> str:
@@ -111,6 +111,12 @@ class IncrementalDetokenizer:
         if not self.stopped:
             text += self._emit(len(self._held))
         return text
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        try:
+            return self._tokenizer.token_bytes(token_id, self._show_special)
+        except TokenizerError:
+            return b""
 
     def _decode(self, content: bytes) -> str:
         text = self._decoder.decode(content)

@@ -15,7 +15,7 @@ from pathlib import Path
 import tokenizers
 
 from outrider.errors import TokenizerError
-from outrider.tokenizer.base import NamedToken, TokenTable, build_token_table
+from outrider.tokenizer.base import NamedToken, TokenTable, build_token_table, well_formed
 from outrider.tokenizer.files import read_json_object
 
 __all__ = ["HfEncoder", "load_hf"]
@@ -111,6 +111,8 @@ def _parse(path: Path) -> _Parsed:
         raise TokenizerError(f"{path.name} lacks model.vocab or model.merges; restore the file")
     if not all(type(token_id) is int for token_id in vocab.values()):
         raise TokenizerError(f"{path.name} has an id in model.vocab that is no integer; restore the file")
+    if any(text != well_formed(text) for text in vocab):
+        raise TokenizerError(f"{path.name} has a text in model.vocab without a UTF-8 form; restore the file")
     added = document.get("added_tokens") or []
     try:
         named = tuple(

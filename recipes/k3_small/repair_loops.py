@@ -23,7 +23,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 
 from config import MAX_POSITIONS, SPECIAL_IDS
-from rollouts import prompts
+from rollouts import PromptSource
 from train_target import Mixture, Trainer, weighted_loss
 
 from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
@@ -33,8 +33,10 @@ from outrider.request import Request, SamplingParams
 from outrider.tokenizer import Tokenizer, load_tokenizer
 from outrider.training.export import write_target
 
-LENGTH, SEATS, STEPS_PER_ROUND = 512, 64, 8
-TEXT_SHARE, COPY_SHARE = 0.35, 0.05
+LENGTH, ANSWER_LENGTH, SEATS, STEPS_PER_ROUND = 384, 160, 48, 8
+SHORTEST_RUN = 5  # repeated tokens before a loop is one: "1000" is not
+ROWS = 6  # looping rows per step; always as many, so that shapes never change
+ORDINARY_LENGTHS = (512, 512, 1024, 2048)  # in turn
 
 
 def repeated(token_ids: list[int]) -> list[bool]:
@@ -44,7 +46,7 @@ def repeated(token_ids: list[int]) -> list[bool]:
         run = 0
         for index in range(period, len(token_ids)):
             run = run + 1 if token_ids[index] == token_ids[index - period] else 0
-            if run >= period * (MIN_REPEATS - 1):
+            if run >= max(period * (MIN_REPEATS - 1), SHORTEST_RUN):
                 marks[index - run + 1 : index + 1] = [True] * run
     return marks
 
@@ -57,14 +59,14 @@ def answers(trainer: Trainer, asked: list[list[int]], stop_ids: tuple[int, ...])
     config = resolve_config(
         EngineLimits(max_prefill_tokens=1024),
         max_num_seqs=SEATS,
-        max_model_len=LENGTH + 256,
+        max_model_len=LENGTH + 64,
         num_draft_tokens=0,
         chunk_multiple=target.chunk_multiple,
     )
     engine = build_engine(target, None, config, device=torch.device("cpu"))
     outputs: list[list[int]] = [[] for _ in asked]
     for index, prompt in enumerate(asked):
-        sampling = SamplingParams(max_tokens=220, stop_token_ids=stop_ids)
+        sampling = SamplingParams(max_tokens=ANSWER_LENGTH, stop_token_ids=stop_ids)
         engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling))
     while engine.has_work:
         for update in engine.step():
@@ -91,35 +93,36 @@ def run(arguments: argparse.Namespace) -> None:
     """Rounds of answering and stepping until the minutes are spent."""
     trainer = Trainer(arguments.out, arguments.lr)
     if trainer.step == 0:
-        trainer.load(arguments.init, weights_only=True)
+        trainer.load(arguments.init)
+        trainer.step, trainer.seconds = 0, 0.0
     tokenizer: Tokenizer = load_tokenizer(arguments.tokenizer)
     stop_ids = (tokenizer.special_token_id("<|close|>"), tokenizer.special_token_id("[EOS]"))
-    mixture = Mixture(arguments.data, TEXT_SHARE, COPY_SHARE)
-    source = prompts(arguments.tasks, arguments.corpus, tokenizer, seed=100 + trainer.step)
+    mixture = Mixture(arguments.data, arguments.text_share)
+    source = PromptSource(arguments.tasks, arguments.corpus, tokenizer)
     log = (arguments.out / "log.jsonl").open("a")
     started, before = time.monotonic(), trainer.seconds
     while time.monotonic() - started + before < arguments.minutes * 60:
-        asked = [ids for ids in (next(source) for _ in range(2 * SEATS)) if len(ids) < LENGTH - 64][:SEATS]
+        asked = source.draw(f"repair/{trainer.step}", SEATS, LENGTH - ANSWER_LENGTH)
         outputs = answers(trainer, asked, stop_ids)
         rows = [
             (prompt + output, [False] * len(prompt) + repeated(output))
             for prompt, output in zip(asked, outputs, strict=True)
         ]
         looping = [row for row in rows if any(row[1][: LENGTH + 1])]
-        record = {"step": trainer.step, "looping": len(looping), "of": len(rows)}
-        log.write(json.dumps(record) + "\n")
-        log.flush()
         for _ in range(STEPS_PER_ROUND):
-            picked = random.Random(trainer.step).sample(looping, min(8, len(looping)))
-            ordinary = mixture.batch(500_000 + trainer.step, LENGTH, 8 * LENGTH)
+            picked = random.Random(trainer.step).sample(looping, min(ROWS, len(looping)))
+            ordinary = mixture.batch(500_000 + trainer.step, ORDINARY_LENGTHS[trainer.step % 4], 4096)
             loss = weighted_loss(trainer.model, ordinary)
             if picked:
-                padded = (picked * 8)[:8]  # one shape for every step
+                padded = (picked * ROWS)[:ROWS]
                 loss = loss + arguments.weight * unlikelihood(trainer, padded)
-            decay = 1.0 - 0.9 * min(1.0, (time.monotonic() - started + before) / (arguments.minutes * 60))
-            trainer.apply(loss, decay)
+            decay = 1.0 - 0.95 * min(1.0, (time.monotonic() - started + before) / (arguments.minutes * 60))
+            value = trainer.apply(loss, decay)
             trainer.step += 1
         trainer.seconds = time.monotonic() - started + before
+        record = {"step": trainer.step, "s": round(trainer.seconds), "loss": round(value, 4)}
+        log.write(json.dumps(record | {"looping": len(looping), "of": len(rows)}) + "\n")
+        log.flush()
         trainer.save()
 
 
@@ -129,8 +132,9 @@ def main() -> None:
     for name in ("data", "tasks", "corpus", "tokenizer", "out"):
         parser.add_argument(name, type=Path)
     parser.add_argument("--init", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--lr", type=float, default=0.0015)
+    parser.add_argument("--minutes", type=float, default=20)
+    parser.add_argument("--lr", type=float, default=0.006)
+    parser.add_argument("--text-share", type=float, default=0.3)
     parser.add_argument("--weight", type=float, default=1.0)
     run(parser.parse_args())
 

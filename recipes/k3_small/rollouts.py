@@ -5,7 +5,7 @@ loop are dropped. Sampling adds Gumbel noise to the logits in front of the greed
 draws exactly from softmax(logits / T).
 
 Usage: ``python recipes/k3_small/rollouts.py models/k3-small TASKS.jsonl CORPUS.jsonl OUT_DIR
---prompts 4000 --minutes 12``
+--minutes 12``, again to go on after an interruption
 """
 
 import argparse
@@ -13,8 +13,8 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -28,7 +28,8 @@ from outrider.request import Request, SamplingParams
 from outrider.tokenizer import Tokenizer, load_tokenizer
 
 CONTINUATION_SHARE = 0.08  # raw text prompts, no chat form
-TEMPERATURES = (0.0, 0.0, 0.7, 1.0)  # half greedy
+TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # half greedy
+MAX_PROMPT = 2048
 
 
 class SampledTarget:
@@ -50,19 +51,31 @@ class SampledTarget:
         return TargetOutput(logits_NV=noisy, aux_hidden_TAD=output.aux_hidden_TAD)
 
 
-def prompts(tasks: Path, corpus: Path, tokenizer: Tokenizer, seed: int) -> Iterator[list[int]]:
-    """Endless prompts: chat tasks in random order, now and then the start of a text."""
-    rng = random.Random(seed)
-    rows = tasks.read_text(encoding="utf8").splitlines()
-    texts = corpus.read_text(encoding="utf8").splitlines()
-    while True:
-        if rng.random() < CONTINUATION_SHARE:
-            text = json.loads(rng.choice(texts))["text"]
-            start = rng.randrange(max(1, len(text) - 400))
-            yield tokenizer.encode(text[start : start + rng.randint(60, 400)])
-        else:
-            turns = json.loads(rng.choice(rows))["turns"]
-            yield tokenizer.render_chat([{"role": "user", "content": turns[0]["content"]}])
+class PromptSource:
+    """Training prompts: chat tasks, now and then the start of a text."""
+
+    def __init__(self, tasks: Path, corpus: Path, tokenizer: Tokenizer) -> None:
+        self.tasks = tasks.read_text(encoding="utf8").splitlines()
+        self.texts = corpus.read_text(encoding="utf8").splitlines()
+        self.tokenizer = tokenizer
+
+    def draw(self, seed: str, num_prompts: int, max_tokens: int) -> list[list[int]]:
+        """``num_prompts`` prompts of at most ``max_tokens``, the same for the same seed."""
+        rng, drawn = random.Random(seed), []
+        while len(drawn) < num_prompts:
+            ids = self._continuation(rng) if rng.random() < CONTINUATION_SHARE else self._question(rng)
+            if 0 < len(ids) <= max_tokens:
+                drawn.append(ids)
+        return drawn
+
+    def _continuation(self, rng: random.Random) -> list[int]:
+        text = json.loads(rng.choice(self.texts))["text"]
+        start = rng.randrange(max(1, len(text) - 400))
+        return self.tokenizer.encode(text[start : start + rng.randint(60, 400)])
+
+    def _question(self, rng: random.Random) -> list[int]:
+        turns = json.loads(rng.choice(self.tasks))["turns"]
+        return self.tokenizer.render_chat([{"role": "user", "content": turns[0]["content"]}])
 
 
 class Writer:
@@ -71,8 +84,20 @@ class Writer:
     def __init__(self, out: Path) -> None:
         out.mkdir(parents=True, exist_ok=True)
         self.out, self.offsets = out, [0]
-        self.ids, self.answer = (out / "rollouts.ids.bin").open("wb"), (out / "rollouts.answer.bin").open("wb")
-        self.counts = {"kept": 0, "looping": 0, "short": 0, "output_tokens": 0}
+        self.counts = {"batches": 0, "seconds": 0, "kept": 0, "looping": 0, "short": 0, "output_tokens": 0}
+        if (out / "counts.json").exists():
+            self.counts = json.loads((out / "counts.json").read_text())
+            self.offsets = np.load(out / "rollouts.offsets.npy").tolist()
+        self.ids, self.answer = self._open("ids", 2), self._open("answer", 1)
+
+    def _open(self, name: str, item_bytes: int) -> BinaryIO:
+        """The array to append to, cut back to the last whole batch."""
+        path = self.out / f"rollouts.{name}.bin"
+        path.touch()
+        file = path.open("r+b")
+        file.truncate(self.offsets[-1] * item_bytes)
+        file.seek(0, 2)
+        return file
 
     def add(self, prompt: list[int], output: list[int], stop_id: int | None) -> None:
         """Keep a conversation unless it loops or says next to nothing."""
@@ -90,8 +115,10 @@ class Writer:
         self.counts["kept"] += 1
         self.counts["output_tokens"] += len(answer)
 
-    def close(self) -> None:
-        """Write what is still in memory."""
+    def finish_batch(self, seconds: int) -> None:
+        """Make everything so far survive an interruption."""
+        self.counts["batches"] += 1
+        self.counts["seconds"] = seconds
         self.ids.flush()
         self.answer.flush()
         np.save(self.out / "rollouts.offsets.npy", np.array(self.offsets, dtype=np.int64))
@@ -103,37 +130,35 @@ def roll(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     tokenizer = load_tokenizer(arguments.model)
     target = load_target(arguments.model, dtype=torch.bfloat16, device=torch.device("cpu"))
-    source = prompts(arguments.tasks, arguments.corpus, tokenizer, arguments.seed)
-    writer, started, number = Writer(arguments.out), time.monotonic(), 0
+    source = PromptSource(arguments.tasks, arguments.corpus, tokenizer)
+    writer = Writer(arguments.out)
+    started = time.monotonic() - writer.counts["seconds"]
     stop_ids = tuple(sorted({tokenizer.special_token_id("<|end_of_msg|>"), tokenizer.special_token_id("[EOS]")}))
     config = resolve_config(
         EngineLimits(max_prefill_tokens=1024),
         max_num_seqs=arguments.seats,
-        max_model_len=2560,
+        max_model_len=MAX_PROMPT + 512,
         num_draft_tokens=0,
         chunk_multiple=target.chunk_multiple,
     )
     while time.monotonic() - started < arguments.minutes * 60:
+        number = writer.counts["batches"]
         sampled = SampledTarget(target, TEMPERATURES[number % len(TEMPERATURES)], seed=number)
         engine = build_engine(sampled, None, config, device=torch.device("cpu"))
-        asked: dict[str, list[int]] = {}
-        for index in range(arguments.batch):
-            ids = next(source)
-            if len(ids) > 2048:
-                continue
-            asked[str(index)] = ids
+        asked = source.draw(f"{arguments.seed}/{number}", arguments.batch, MAX_PROMPT)
+        outputs: list[list[int]] = [[] for _ in asked]
+        for index, ids in enumerate(asked):
             limit = SamplingParams(max_tokens=arguments.max_tokens, stop_token_ids=stop_ids)
             engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(ids), sampling=limit))
-        outputs: dict[str, list[int]] = {name: [] for name in asked}
         while engine.has_work:
             for update in engine.step():
-                outputs[update.request_id] += update.new_token_ids
+                index = int(update.request_id)
+                outputs[index] += update.new_token_ids
                 if update.finish_reason is not None:
                     stop = update.stop_reason if isinstance(update.stop_reason, int) else None
-                    writer.add(asked[update.request_id], outputs[update.request_id], stop)
-        number += 1
-        print(round(time.monotonic() - started), number, writer.counts, file=sys.stderr, flush=True)
-    writer.close()
+                    writer.add(asked[index], outputs[index], stop)
+        writer.finish_batch(round(time.monotonic() - started))
+        print(writer.counts, file=sys.stderr, flush=True)
 
 
 def main() -> None:

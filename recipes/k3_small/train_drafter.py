@@ -2,8 +2,9 @@
 
 Usage: ``python recipes/k3_small/train_drafter.py TARGET_CHECKPOINT.pt ROLLOUTS_DIR OUT_DIR --minutes 30``
 
-``ROLLOUTS_DIR`` is what ``rollouts.py`` wrote. The frozen target runs in its training form beside
-the drafter (no cache of taps), at the weights as shipped: bf16, MXFP4 experts.
+``ROLLOUTS_DIR`` is what ``rollouts.py`` wrote. The frozen target reads every rollout once, in its
+training form and at the weights as shipped (bf16, MXFP4 experts); its taps and final hidden states
+stay in ``OUT_DIR/features.pt``, because the target's forward would be over half of every step.
 """
 
 import argparse
@@ -25,10 +26,12 @@ from train_target import learning_rate_scale
 from outrider.training.dspark import Blocks, DSparkForTraining
 from outrider.training.export import FP32_ENDINGS
 from outrider.training.kimi_k3 import KimiK3ForTraining
-from outrider.training.losses import drafter_losses, row_decay
+from outrider.training.losses import DrafterLosses, drafter_losses, row_decay
 from outrider.training.muon import Muon
 
-LENGTHS = ((0.70, 512), (0.90, 1024), (1.01, 2048))
+LENGTHS = ((0.70, 512), (0.90, 1024), (1.01, 2048))  # row length until this share of the budget
+MAX_LENGTH = 2048
+MIN_OUTPUTS = 16  # output tokens a row needs
 VALID_SHARE = 0.03  # of the rollouts, the last ones
 
 
@@ -39,6 +42,7 @@ class Rollouts:
         self.ids = np.memmap(folder / "rollouts.ids.bin", np.uint16, mode="r")
         self.answer = np.memmap(folder / "rollouts.answer.bin", np.uint8, mode="r")
         self.offsets = np.load(folder / "rollouts.offsets.npy")
+        self.features: torch.Tensor | None = None
         self.num_train = int((len(self.offsets) - 1) * (1 - VALID_SHARE))
 
     def draft_vocabulary(self, size: int, special: list[int]) -> torch.Tensor:
@@ -49,25 +53,65 @@ class Rollouts:
         picked = np.sort(np.argsort(-counts, kind="stable")[:size])
         return torch.from_numpy(picked.astype(np.int64))
 
-    def rows(
-        self, rng: np.random.Generator, length: int, num_rows: int, valid: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and output mask [B, T]; each row is one conversation, cut to ``length``.
+    def conversation(self, index: int, length: int) -> slice:
+        """Where conversation ``index`` stands in the arrays, its end cut off after ``length`` tokens."""
+        start, end = int(self.offsets[index]), int(self.offsets[index + 1])
+        return slice(start, min(end, start + length))
 
-        A conversation longer than a row loses its end, so context always starts at position 0.
-        """
+    def rows(self, rng: np.random.Generator, length: int, num_rows: int, valid: bool) -> "Batch":
+        """Random conversations, one a row, so that context always starts at position 0."""
         low, high = (self.num_train, len(self.offsets) - 1) if valid else (0, self.num_train)
-        ids = np.zeros((num_rows, length), np.int64)
-        answer = np.zeros((num_rows, length), bool)
-        for row in range(num_rows):
-            while answer[row].sum() < 16:  # a long prompt may leave no output in the row
-                pick = int(rng.integers(low, high))
-                start, end = self.offsets[pick], self.offsets[pick + 1]
-                size = min(length, end - start)
-                ids[row], answer[row] = 0, False
-                ids[row, :size] = self.ids[start : start + size]
-                answer[row, :size] = self.answer[start : start + size] == 1
-        return torch.from_numpy(ids), torch.from_numpy(answer)
+        picked: list[slice] = []
+        while len(picked) < num_rows:
+            where = self.conversation(int(rng.integers(low, high)), length)
+            if self.answer[where].sum() >= MIN_OUTPUTS:  # a long prompt may leave no output in the row
+                picked.append(where)
+        return self.batch(picked, length)
+
+    def batch(self, picked: list[slice], length: int) -> "Batch":
+        """Rows of ``length`` with the given stretches of the arrays, zero behind their ends."""
+        ids = torch.zeros(len(picked), length, dtype=torch.int64)
+        answer = torch.zeros(len(picked), length, dtype=torch.bool)
+        width = 0 if self.features is None else self.features.shape[1]
+        features = torch.zeros(len(picked), length, width)
+        for row, where in enumerate(picked):
+            size = where.stop - where.start
+            ids[row, :size] = torch.from_numpy(self.ids[where].astype(np.int64))
+            answer[row, :size] = torch.from_numpy(self.answer[where] == 1)
+            if self.features is not None:
+                features[row, :size] = self.features[where].float()
+        return Batch(ids=ids, answer=answer, features=features)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Conversations: ids and output mask [B, T], taps and final hidden side by side [B, T, (m + 1) * D]."""
+
+    ids: torch.Tensor
+    answer: torch.Tensor
+    features: torch.Tensor
+
+
+@torch.no_grad()
+def read_features(target: KimiK3ForTraining, rollouts: Rollouts) -> torch.Tensor:
+    """Taps and final hidden states of every token of the rollouts, bf16 [N, (m + 1) * D].
+
+    Tokens beyond ``MAX_LENGTH`` of a conversation are never drawn and stay zero.
+    """
+    width = (len(K3_SMALL_DSPARK.aux_layer_ids) + 1) * K3_SMALL.hidden_size
+    features = torch.zeros(len(rollouts.ids), width, dtype=torch.bfloat16)
+    spans = [rollouts.conversation(index, MAX_LENGTH) for index in range(len(rollouts.offsets) - 1)]
+    for low, length in ((0, 256), (256, 512), (512, 1024), (1024, MAX_LENGTH)):
+        group = [span for span in spans if low < span.stop - span.start <= length]
+        rows = 4096 // length
+        for first in range(0, len(group), rows):
+            picked = group[first : first + rows]
+            padded = picked + picked[:1] * (rows - len(picked))  # one shape for every batch
+            hidden, taps = target(rollouts.batch(padded, length).ids, K3_SMALL_DSPARK.aux_layer_ids)
+            joined = torch.cat((*taps, hidden), -1).bfloat16()
+            for row, span in enumerate(picked):
+                features[span] = joined[row, : span.stop - span.start]
+    return features
 
 
 def sample_blocks(ids: torch.Tensor, answer: torch.Tensor, num_anchors: int, seed: int) -> Blocks:
@@ -114,7 +158,7 @@ def load_target(checkpoint: Path) -> KimiK3ForTraining:
 class Step:
     """Losses of one batch and the teacher-forced greedy agreement per row."""
 
-    losses: object
+    losses: DrafterLosses
     agreement_BR: torch.Tensor
     weights_BR: torch.Tensor
 
@@ -128,6 +172,10 @@ class DrafterTrainer:
         self.out.mkdir(parents=True, exist_ok=True)
         self.target = load_target(arguments.target)
         self.rollouts = Rollouts(arguments.rollouts)
+        cached = self.out / "features.pt"
+        if not cached.exists():
+            torch.save(read_features(self.target, self.rollouts), cached)
+        self.rollouts.features = torch.load(cached, weights_only=True)
         special = list(range(8176, 8182))
         self.draft_ids = self.rollouts.draft_vocabulary(K3_SMALL_DSPARK.draft_vocab_size, special)
         self.drafter = DSparkForTraining(K3_SMALL_DSPARK)
@@ -165,14 +213,14 @@ class DrafterTrainer:
         torch.save(state, self.out / "checkpoint.tmp")
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
 
-    def forward(self, ids: torch.Tensor, answer: torch.Tensor, num_anchors: int, seed: int) -> Step:
+    def forward(self, batch: Batch, num_anchors: int, seed: int) -> Step:
         """Losses of random anchors of a batch of rows."""
-        blocks = sample_blocks(ids, answer, num_anchors, seed)
+        blocks = sample_blocks(batch.ids, batch.answer, num_anchors, seed)
+        width = len(K3_SMALL_DSPARK.aux_layer_ids) * K3_SMALL.hidden_size
+        context, hidden = batch.features[..., :width], batch.features[..., width:]
         with torch.no_grad():
-            hidden, taps = self.target(ids, K3_SMALL_DSPARK.aux_layer_ids)
-            context = torch.cat(taps, -1)
             before = (blocks.anchors_BA.unsqueeze(-1) + torch.arange(K3_SMALL_DSPARK.block_rows)).flatten(1)
-            before = before.clamp_max(ids.shape[1] - 1)
+            before = before.clamp_max(batch.ids.shape[1] - 1)
             picked = hidden.gather(1, before.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])).flatten(0, 1)
             logits = self.target.lm_head(picked)
             log_norm = logits.logsumexp(-1, keepdim=True)
@@ -192,12 +240,12 @@ class DrafterTrainer:
         agreement = self.draft_ids[out.logits_BRV.detach().argmax(-1)] == logits.argmax(-1).view_as(blocks.labels_BR)
         return Step(losses=losses, agreement_BR=agreement, weights_BR=blocks.weights_BR)
 
-    def train_step(self, rows: tuple[torch.Tensor, torch.Tensor], num_anchors: int, scale: float) -> Step:
+    def train_step(self, batch: Batch, num_anchors: int, scale: float) -> Step:
         """One optimiser step."""
         for optimizer, share in zip(self.optimizers, (1.0, 0.4), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * scale * share
-        result = self.forward(*rows, num_anchors, self.step)
+        result = self.forward(batch, num_anchors, self.step)
         result.losses.total.backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         for optimizer in self.optimizers:
@@ -211,7 +259,7 @@ class DrafterTrainer:
         totals = torch.zeros(2, K3_SMALL_DSPARK.block_rows)
         for batch in range(4):
             rows = self.rollouts.rows(np.random.default_rng(99 + batch), length, 4096 // length, valid=True)
-            result = self.forward(*rows, 64, 7 + batch)
+            result = self.forward(rows, 64, 7 + batch)
             agree = (result.agreement_BR.float() * result.weights_BR).unflatten(1, (-1, totals.shape[1]))
             reached = result.weights_BR.unflatten(1, (-1, totals.shape[1]))
             totals[0] += agree.cumprod(-1).sum((0, 1))

@@ -20,10 +20,12 @@ def test_draw_takes_turns_over_sub_categories() -> None:
     assert [p.question_id for p in draw_prompts(PROMPTS, "mixed", 4)] == ["a0", "b0", "a1", "a2"]
 
 
-@pytest.mark.parametrize(("tier", "number"), [("mixed", 5), ("mixed", 0), ("none", 1)])
-def test_draw_refuses_what_the_tier_does_not_have(tier: str, number: int) -> None:
-    with pytest.raises(RequestError, match="tiers here: mixed, other"):
-        draw_prompts(PROMPTS, tier, number)
+def test_draw_gives_all_that_a_tier_has_and_refuses_an_empty_one() -> None:
+    assert [p.question_id for p in draw_prompts(PROMPTS, "mixed", 5)] == ["a0", "b0", "a1", "a2"]
+    with pytest.raises(RequestError, match="tier 'none' has no usable prompts .tiers here: mixed, other"):
+        draw_prompts(PROMPTS, "none", 1)
+    with pytest.raises(RequestError, match="num_prompts=0"):
+        draw_prompts(PROMPTS, "mixed", 0)
 
 
 def test_only_the_first_turn_is_used_and_a_bad_line_is_named(tmp_path) -> None:

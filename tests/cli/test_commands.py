@@ -1,12 +1,17 @@
 """Commands from the line to the output, on toy checkpoints without a tokenizer."""
 
+import base64
 import json
+import logging
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+import outrider.engine.runner
 from outrider.cli import main
+from outrider.plan import StepPlan, StepResult
 from outrider.testing.toy import ToyOptions, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
@@ -21,6 +26,24 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     drafter = ToyDrafterOptions(hidden_size=options.hidden_size, num_target_layers=4, aux_layer_ids=(0, 1, 2))
     write_toy_drafter(folder / "drafter", drafter, dtype=torch.bfloat16)
     return str(folder / "target"), str(folder / "drafter")
+
+
+@pytest.fixture(scope="module")
+def talking_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """With a tokenizer of 256 bytes and 256 special tokens, much less than the vocabulary of the model."""
+    folder = tmp_path_factory.mktemp("talking")
+    options = ToyOptions(num_layers=4, mla_layers=(2, 3), attn_res_block_size=3, vocab_size=600)
+    target = write_toy_checkpoint(folder / "target", options)
+    drafter = ToyDrafterOptions(hidden_size=64, num_target_layers=4, aux_layer_ids=(0, 1, 2), vocab_size=600)
+    write_toy_drafter(folder / "drafter", drafter, dtype=torch.bfloat16)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"eos_token_id": 511}))
+    ranks = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
+    (target / "tiktoken.model").write_bytes(b"".join(ranks))
+    names = ("[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>")
+    named = {str(256 + index): {"content": name, "special": True} for index, name in enumerate(names)}
+    (target / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": named}))
+    return str(target), str(folder / "drafter")
 
 
 def json_of(capsys: pytest.CaptureFixture[str], *line: str) -> dict:
@@ -83,6 +106,8 @@ def test_inspect_needs_nothing_but_the_config(pair, tmp_path: Path, capsys: pyte
         ("logits {target} --prompt-ids 1 --json {target}/config.json/out.json", "cannot be written"),
         ("bench ab {target} --drafter {drafter} --prompts absent.jsonl", "absent.jsonl"),
         ("bench ab {target} --drafter {drafter} --prompts absent.jsonl --repeats 0", "repeats=0"),
+        ("bench ab {target} --drafter {drafter} --prompts absent.jsonl --speculation off", "without drafts"),
+        ("bench ab {target} --drafter {drafter} --prompts absent.jsonl --speculation 0", "without drafts"),
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_status_2(pair, line: str, words: str, capsys) -> None:
@@ -94,3 +119,67 @@ def test_what_a_user_can_cause_is_one_line_and_status_2(pair, line: str, words: 
     assert last.startswith("outrider: ")
     assert words in last
     assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_token_beyond_the_tokenizer_is_no_error(talking_pair, flags: list[str], capsys) -> None:
+    target, _ = talking_pair
+    line = ["generate", target, "--prompt", "hello", "--max-tokens", "16"]
+    answer = json_of(capsys, *line, "--json")
+    assert answer["finish_reason"] == "length"
+    assert max(answer["token_ids"]) >= 512, "nothing beyond the tokenizer was emitted"
+    assert main([*line, *flags]) == 0
+    assert not capsys.readouterr().err
+
+
+def test_only_the_text_is_printed_and_a_line_end_on_a_terminal(talking_pair, capsys, monkeypatch) -> None:
+    target, _ = talking_pair
+    line = ["generate", target, "--prompt", "hello", "--max-tokens", "16"]
+    text = json_of(capsys, *line, "--json")["text"]
+    assert main(line) == 0
+    assert capsys.readouterr().out == text
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(line) == 0
+    assert capsys.readouterr().out == text + "\n"
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_a_failed_request_is_one_line_and_status_1(talking_pair, flags: list[str], capsys, monkeypatch, caplog) -> None:
+    run_round = outrider.engine.runner.run_round
+
+    def failing(parts: object, plan: StepPlan) -> StepResult:
+        if plan.step_id == 2:
+            raise RuntimeError("device\nfell off")
+        return run_round(parts, plan)
+
+    monkeypatch.setattr(outrider.engine.runner, "run_round", failing)
+    target, _ = talking_pair
+    assert main(["generate", target, "--prompt", "hello", "--max-tokens", "16", *flags]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "outrider: the request failed: RuntimeError: device fell off\n"
+    assert "--json" not in flags or not printed.out
+    assert not [record for record in caplog.records if record.exc_info]
+    assert not logging.getLogger("outrider.engine.engine").filters
+
+
+def test_bench_clips_the_number_of_prompts_to_what_a_tier_has(talking_pair, tmp_path: Path, capsys, caplog) -> None:
+    target, drafter = talking_pair
+    prompts, out = tmp_path / "set.jsonl", tmp_path / "out.json"
+    rows = [("a", "s", "one"), ("a", "t", "two"), ("a", "s", "three"), ("b", "s", "four"), ("b", "s", "x" * 5000)]
+    prompts.write_text(
+        "\n".join(
+            json.dumps({"question_id": text, "category": tier, "sub_category": sub, "turns": [text]})
+            for tier, sub, text in rows
+        )
+    )
+    line = f"bench ab {target} --drafter {drafter} --prompts {prompts} --json {out} --max-tokens 2".split()
+    line += ["--concurrency", "1"]
+    assert main([*line, "--tiers", "a,b", "--num-prompts", "3"]) == 0
+    cells = json.loads(out.read_text())["cells"]
+    assert [(cell["tier"], cell["num_prompts"]) for cell in cells] == [("a", 3), ("b", 1)]
+    assert [r.getMessage() for r in caplog.records if "fewer than" in r.getMessage()] == [
+        "b: 1 usable prompts, fewer than the 3 asked for"
+    ]
+    capsys.readouterr()
+    assert main([*line, "--tiers", "a,c", "--num-prompts", "3"]) == 2
+    assert "tier 'c' has no usable prompts" in capsys.readouterr().err

@@ -15,7 +15,7 @@ from outrider.config import CacheConfig, EngineConfig, SchedulerConfig
 from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.engine.engine import Engine
 from outrider.engine.runner import Runner
-from outrider.errors import ConfigError, EngineFault, RequestError, UnsupportedError
+from outrider.errors import ConfigError, EngineFault, RequestError, TokenizerError, UnsupportedError
 from outrider.models.protocol import AuxStream, TargetCaches
 from outrider.request import FinishReason, Request, RequestUpdate, SamplingParams
 from outrider.speculative.drafter import NullDrafter
@@ -347,6 +347,33 @@ def test_a_broken_invariant_stops_the_engine() -> None:
             call()
 
 
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("where", ["forward", "update"])
+def test_an_interrupt_inside_a_round_stops_the_engine(
+    interrupt: type[BaseException], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Device and bookkeeping may have parted; stepping twice over the same rows would corrupt silently."""
+
+    def strike(*args: object) -> None:
+        raise interrupt
+
+    engine = make()
+    engine.submit(Request(request_id="a", prompt_token_ids=(1, 2), sampling=SamplingParams()))
+    engine.step()
+    if where == "forward":
+        monkeypatch.setattr(FakeTarget, "forward", strike)
+    else:
+        monkeypatch.setattr(engine._scheduler, "update", strike)
+    with pytest.raises(interrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert not engine.has_work
+    assert engine.metrics.finished == {"error": 1}
+    for call in (engine.step, lambda: engine.submit(requests(1)[0])):
+        with pytest.raises(EngineFault, match=f"stopped .interrupted by {interrupt.__name__}"):
+            call()
+
+
 def test_requests_are_checked_before_they_reach_a_slot() -> None:
     engine = make()
     for prompt, sampling, words in (
@@ -421,6 +448,37 @@ def test_text_and_stop_strings_do_not_depend_on_speculation(num_stop_chars: int)
                 assert outcomes[0][0] == text[: text.index(stop)]
                 assert outcomes[0][3] == stop
     assert num_stopped > 5
+
+
+def test_a_token_beyond_the_tokenizer_ends_nothing() -> None:
+    """The target's vocabulary may be larger than the table of its tokenizer."""
+
+    class Smaller(LetterTokenizer):
+        def token_bytes(self, token_id: int, show_special: bool = False) -> bytes:
+            if token_id >= 12:
+                raise TokenizerError(f"token id {token_id} is outside the table")
+            return super().token_bytes(token_id)
+
+    (asked,) = requests(1, seed=9)
+    right = oracle(streams([asked]))
+    for drafter in (None, ScriptedDrafter(7, right)):
+        drafts = drafter.num_draft_tokens if drafter else 0
+        engine = build_engine(
+            FakeTarget(),
+            drafter,
+            config(drafts=drafts),
+            device=CPU,
+            tokenizer=Smaller(),  # type: ignore[arg-type]
+        )
+        sampling = SamplingParams(max_tokens=20)
+        engine.submit(Request(request_id="a", prompt_token_ids=asked.prompt_token_ids, sampling=sampling))
+        updates = []
+        while engine.has_work:
+            updates += engine.step()
+        token_ids = [token_id for update in updates for token_id in update.new_token_ids]
+        assert (len(token_ids), updates[-1].finish_reason) == (20, FinishReason.LENGTH)
+        assert max(token_ids) >= 12
+        assert "".join(update.new_text for update in updates) == "".join(chr(97 + t) for t in token_ids if t < 12) != ""
 
 
 def test_shutdown_aborts_everything_once() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from outrider.config import CacheConfig, SchedulerConfig
-from outrider.errors import RequestError, TokenizerError
+from outrider.errors import RequestError
 from outrider.plan import StepPlan, StepResult
 from outrider.request import FinishReason, Request, RequestUpdate, SamplingParams
 from outrider.scheduling import Scheduler
@@ -411,17 +411,3 @@ def test_zero_tokens_take_no_slot_and_duplicate_ids_are_refused() -> None:
     scheduler.add(ask("b", 3), None)
     with pytest.raises(RequestError, match="request_id='b' is in use"):
         scheduler.add(ask("b", 3), None)
-
-
-def test_a_token_that_the_tokenizer_does_not_know_ends_only_its_request() -> None:
-    class Unknown(CountingText):
-        def push(self, token_ids: Iterable[int]) -> str:
-            raise TokenizerError("token id 7 is not assigned")
-
-    scheduler = make()
-    scheduler.add(ask("a", 3), Unknown(()))
-    scheduler.add(ask("b", 3), CountingText(()))
-    bad, good = round_of(scheduler, ((7,), 0), ((7,), 0))
-    assert (bad.finish_reason, bad.new_token_ids) == (FinishReason.ERROR, ())
-    assert "token id 7" in (bad.error or "")
-    assert good.finish_reason is None

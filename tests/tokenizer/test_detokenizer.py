@@ -144,16 +144,28 @@ def test_stop_is_not_matched_across_a_shown_special(byte_tokenizer):
     assert hidden.num_tokens_through_stop == 3
 
 
+def test_ids_beyond_the_tokenizer_add_no_text(byte_tokenizer):
+    """The vocabulary of a model may be padded; a stop string or code point may even span such ids."""
+    euro, beyond = ids_of("\u20ac"), byte_tokenizer.vocab_size
+    token_ids = [*ids_of("a"), beyond, *euro[:1], 100_000, *euro[1:], *ids_of("bc")]
+    for show_hidden in (False, True):
+        detokenizer = IncrementalDetokenizer(byte_tokenizer, skip_special=not show_hidden)
+        assert detokenizer.push(token_ids) + detokenizer.flush() == "a\u20acbc"
+        assert detokenizer.num_tokens == detokenizer.num_emitted_tokens == len(token_ids)
+    stopping = IncrementalDetokenizer(byte_tokenizer, ["bc"])
+    assert stopping.push([*token_ids[:-1], beyond, *ids_of("cd")]) == "a\u20ac"
+    assert stopping.num_tokens_through_stop == len(token_ids) + 1
+    for strict in (lambda: byte_tokenizer.decode([beyond]), lambda: byte_tokenizer.token_bytes(beyond)):
+        with pytest.raises(TokenizerError, match="outside the table"):
+            strict()
+
+
 def test_bad_input_is_rejected(byte_tokenizer):
     with pytest.raises(RequestError, match="empty string"):
         IncrementalDetokenizer(byte_tokenizer, ["a", ""])
     with pytest.raises(RequestError, match="pass a list"):
         IncrementalDetokenizer(byte_tokenizer, "stop")
     detokenizer = IncrementalDetokenizer(byte_tokenizer)
-    with pytest.raises(TokenizerError, match="outside the table"):
-        detokenizer.push([*ids_of("a"), 100_000])
-    assert detokenizer.num_tokens == 0
-    assert detokenizer.push(ids_of("b")) == "b"
     detokenizer.flush()
     with pytest.raises(AssertionError, match="after flush"):
         detokenizer.push([])

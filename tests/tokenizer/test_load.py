@@ -87,6 +87,8 @@ def test_bad_ranks_are_rejected(make_tiktoken, edit, words):
         (lambda doc: doc["model"]["vocab"].pop("!"), "1 of the 256 bytes, the first is 0x21"),
         (lambda doc: doc["model"].update(merges=[["a"]]), "malformed"),
         (lambda doc: doc["added_tokens"].append({"content": "x"}), "malformed"),
+        (lambda doc: doc["added_tokens"].append({"content": "\ud800", "id": 999, "special": True}), "UTF-8"),
+        (lambda doc: doc["model"]["vocab"].update({"\ud800": 999}), "UTF-8"),
         (lambda doc: doc["added_tokens"].append({"content": ["x"], "id": 1, "special": True}), "malformed"),
         (lambda doc: doc["added_tokens"].append({**doc["added_tokens"][0], "id": 999}), "collides"),
         (lambda doc: doc.update(normalizer={"type": "Nope"}), "not accepted"),

@@ -15,9 +15,9 @@ import torch
 
 from outrider.batch import DraftBlock
 from outrider.cache.layout import PagedLayout
-from outrider.errors import EngineFault
-from outrider.models.dspark.config import DSparkConfig, resolve_num_draft_tokens
-from outrider.models.dspark.heads import Chain, draft_chain
+from outrider.errors import ConfigError, EngineFault
+from outrider.models.dspark.config import DSparkConfig
+from outrider.models.dspark.heads import Chain, ConfidenceHead, draft_chain
 from outrider.models.dspark.joined import drafter_rotary_table, join_layer
 from outrider.models.dspark.model import DSparkModel
 from outrider.ops.activation import Activation, glu_fused
@@ -79,10 +79,11 @@ class BlockPredictor:
         head: the target's output head, [N, D] -> [N, V]; not called for a reduced vocabulary.
         linear: row-invariant product chosen for this process.
         max_context: positions a sequence may reach; sizes the rotary table.
-        num_draft_tokens: drafts per round; None is all of the block.
+        num_draft_tokens: drafts per round; None is all of the block. Head and Markov chain run for these only.
+        with_confidence: give the confidence of each draft, for a policy that reads it.
 
     Raises:
-        ConfigError: more drafts than the block was trained for.
+        ConfigError: more drafts than the block was trained for, or confidence asked of a drafter without it.
     """
 
     def __init__(
@@ -94,10 +95,19 @@ class BlockPredictor:
         linear: LinearFunction,
         max_context: int,
         num_draft_tokens: int | None = None,
+        with_confidence: bool = False,
     ) -> None:
         config = model.config
+        if with_confidence and model.confidence_head is None:
+            raise ConfigError("the drafter has no confidence head; run without confidence")
+        self._confidence_head = model.confidence_head if with_confidence else None
         self.config: DSparkConfig = config
-        self.num_draft_tokens = resolve_num_draft_tokens(config, num_draft_tokens)
+        self.num_draft_tokens = config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
+        if not 1 <= self.num_draft_tokens <= config.num_draft_tokens:
+            raise ConfigError(
+                f"num_draft_tokens={num_draft_tokens} is outside 1..{config.num_draft_tokens}, what a block of "
+                f"{config.num_block_rows} rows ({config.layout.value}) was trained for; lower it"
+            )
         self._model = model.requires_grad_(False)
         self._embed = embed
         self._head = head
@@ -111,7 +121,6 @@ class BlockPredictor:
         kv_begin = config.num_heads * config.head_dim
         self._context_kv_OD = torch.cat([layer.qkv_OD[kv_begin:] for layer in self._layers])
         self._context_norm_L1K = torch.stack([layer.self_attn.k_norm.weight for layer in model.draft_layers()])[:, None]
-        self._ones_K = self._context_norm_L1K.new_ones(config.head_dim)
         self._table = drafter_rotary_table(config, max_context + config.num_block_rows, self._dtype, self._device)
         self._target_ids_V = (
             None if model.d2t is None else torch.arange(config.draft_vocab_size, device=self._device) + model.d2t
@@ -170,8 +179,7 @@ class BlockPredictor:
         num_rows = aux_hidden_TAD.shape[0]
         kv_TO = self._linear(self.context_features(aux_hidden_TAD), self._context_kv_OD)
         kv_TL2JK = kv_TO.view(num_rows, config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        # A unit gain leaves the rounding of the norm as it is; the layers' own gains follow.
-        keys_TLJK = rms_norm(kv_TL2JK[:, :, 0].contiguous(), self._ones_K, config.rms_norm_eps) * self._context_norm_L1K
+        keys_TLJK = rms_norm(kv_TL2JK[:, :, 0], self._context_norm_L1K, config.rms_norm_eps)
         rotated_TNK = apply_half(keys_TLJK.flatten(1, 2), self._table, positions_T)
         cache.rows_2LRJK[0].index_copy_(1, cache_rows_T, rotated_TNK.view_as(keys_TLJK).transpose(0, 1))
         cache.rows_2LRJK[1].index_copy_(1, cache_rows_T, kv_TL2JK[:, :, 1].transpose(0, 1))
@@ -198,7 +206,8 @@ class BlockPredictor:
             target_ids_V=self._target_ids_V,
             linear=self._linear,
         )
-        block = DraftBlock(token_ids_SG=chain.token_ids_SG, confidence_SG=self._confidence(kept_GSD, chain))
+        confidence_SG = None if self._confidence_head is None else self._confidence(self._confidence_head, kept_GSD, chain)
+        block = DraftBlock(token_ids_SG=chain.token_ids_SG, confidence_SG=confidence_SG)
         return Prediction(block=block, logits=chain.logits)
 
     def _block_hidden(self, cache: ContextCache, anchors: BlockAnchors) -> torch.Tensor:
@@ -231,8 +240,7 @@ class BlockPredictor:
         config, layer = self.config, self._layers[index]
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         qkv_TNK = self._linear(normed_TD, layer.qkv_OD).view(normed_TD.shape[0], -1, head_dim)
-        qk_TNK = qkv_TNK[:, : num_heads + num_kv_heads].contiguous()
-        qk_TNK = rms_norm(qk_TNK, self._ones_K, config.rms_norm_eps) * layer.head_norm_NK
+        qk_TNK = rms_norm(qkv_TNK[:, : num_heads + num_kv_heads], layer.head_norm_NK, config.rms_norm_eps)
         qk_TNK = apply_half(qk_TNK, self._table, positions_T)
         qk_SBNK = qk_TNK.view(-1, config.num_block_rows, num_heads + num_kv_heads, head_dim)
         qkv_SBNK = qkv_TNK.view(-1, config.num_block_rows, num_heads + 2 * num_kv_heads, head_dim)
@@ -248,15 +256,10 @@ class BlockPredictor:
         )
         return attended_SBHK.reshape(normed_TD.shape[0], num_heads * head_dim)
 
-    def _confidence(self, kept_GSD: torch.Tensor, chain: Chain) -> torch.Tensor | None:
-        head, settings = self._model.confidence_head, self.config.confidence
-        if head is None or settings is None:
-            return None
+    def _confidence(self, head: ConfidenceHead, kept_GSD: torch.Tensor, chain: Chain) -> torch.Tensor:
         features = kept_GSD.transpose(0, 1)
-        if settings.with_markov:
-            if chain.previous_SGr is None:
-                raise EngineFault("the confidence head reads the Markov embedding, but there is no Markov head")
-            features = torch.cat((features, chain.previous_SGr), dim=-1)
+        if self.config.confidence is not None and self.config.confidence.with_markov:
+            features = torch.cat((features, torch.stack(chain.previous_GSr, dim=1)), dim=-1)
         return head.probability(features, self._linear)
 
     def _check_position(self, position: int) -> None:

@@ -133,16 +133,20 @@ def _drop_copies(
 
 
 def _check_copy(reader: CheckpointReader, raw: str, target_VD: torch.Tensor) -> None:
-    """Exact comparison in the target's dtype, once at load; the copy is not kept."""
+    """Exact comparison in the narrower of the two dtypes, once at load; the copy is not kept.
+
+    Both may have been rounded from one table, so that only the narrower one's bits can be equal.
+    """
     copy_VD = reader.load(raw)
     if copy_VD.shape != target_VD.shape:
         raise CheckpointError(
             f"drafter tensor {raw!r} has shape {tuple(copy_VD.shape)}, the target's table {tuple(target_VD.shape)}; "
             "use the drafter trained for this target"
         )
+    dtype = min(copy_VD.dtype, target_VD.dtype, key=lambda dtype: torch.finfo(dtype).bits)
     for begin in range(0, target_VD.shape[0], _COMPARE_ROWS):
         rows = slice(begin, begin + _COMPARE_ROWS)
-        if not torch.equal(copy_VD[rows].to(target_VD), target_VD[rows]):
+        if not torch.equal(copy_VD[rows].to(target_VD.device, dtype), target_VD[rows].to(dtype)):
             raise CheckpointError(
                 f"drafter tensor {raw!r} differs from the target's table (first in rows {begin}..); "
                 "the drafter was trained against another target"

@@ -22,7 +22,6 @@ __all__ = [
     "WindowOrigin",
     "YarnConfig",
     "check_target",
-    "resolve_num_draft_tokens",
 ]
 
 
@@ -145,23 +144,6 @@ class DSparkConfig:
     def reduced_vocabulary(self) -> bool:
         """Whether the drafter has its own, smaller output vocabulary."""
         return self.draft_vocab_size != self.vocab_size
-
-
-def resolve_num_draft_tokens(config: DSparkConfig, requested: int | None) -> int:
-    """Drafts per round: all of the block, or fewer by truncation.
-
-    Raises:
-        ConfigError: ``requested`` is not in 1..config.num_draft_tokens. More rows than trained
-            collapse every position, so they are refused rather than tried.
-    """
-    if requested is None:
-        return config.num_draft_tokens
-    if not 1 <= requested <= config.num_draft_tokens:
-        raise ConfigError(
-            f"num_draft_tokens={requested} is outside 1..{config.num_draft_tokens}, what a block of "
-            f"{config.num_block_rows} rows ({config.layout.value}) was trained for; lower it"
-        )
-    return requested
 
 
 def check_target(config: DSparkConfig, *, vocab_size: int, hidden_size: int, num_layers: int) -> None:

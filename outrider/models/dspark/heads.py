@@ -12,7 +12,7 @@ from torch import nn
 
 from outrider.ops.invariant import island_dtype, sigmoid, tanh
 from outrider.ops.linear import LinearFunction, embedding
-from outrider.ops.select import argmax_lowest
+from outrider.ops.select import first_maximum
 
 __all__ = ["Chain", "ConfidenceHead", "GatedMarkovHead", "MarkovHead", "RnnMarkovHead", "draft_chain"]
 
@@ -97,7 +97,7 @@ class Chain:
 
     token_ids_SG: torch.Tensor  # int64, target ids
     logits: tuple[torch.Tensor, ...]  # per draft [S, V], Markov bias included
-    previous_SGr: torch.Tensor | None  # W1[token before each draft]; None without a Markov head
+    previous_GSr: tuple[torch.Tensor, ...]  # W1[token before each draft]; empty without a Markov head
 
 
 def draft_chain(
@@ -128,7 +128,7 @@ def draft_chain(
             features_Sr, state_Sr = markov.features(hidden_SD, previous_Sr, state_Sr, linear)
             logits_SV = unbiased_SV + linear(features_Sr, markov.markov_w2.weight)
             embedded.append(previous_Sr)
-        draft_S = argmax_lowest(logits_SV)
+        draft_S = first_maximum(logits_SV)
         # The chain always continues with a target id: W1 is indexed by target ids.
         previous_ids_S = draft_S if target_ids_V is None else target_ids_V[draft_S]
         drafts.append(previous_ids_S)
@@ -136,7 +136,7 @@ def draft_chain(
     return Chain(
         token_ids_SG=torch.stack(drafts, dim=1),
         logits=tuple(chained),
-        previous_SGr=torch.stack(embedded, dim=1) if embedded else None,
+        previous_GSr=tuple(embedded),
     )
 
 

@@ -12,7 +12,13 @@ __all__ = ["load_predictor"]
 
 
 def load_predictor(
-    path: Path, target: TargetModel, tables: TargetTables, *, max_context: int, num_draft_tokens: int | None = None
+    path: Path,
+    target: TargetModel,
+    tables: TargetTables,
+    *,
+    max_context: int,
+    num_draft_tokens: int | None = None,
+    with_confidence: bool = False,
 ) -> BlockPredictor:
     """Load a drafter in the dtype and on the device of its target.
 
@@ -22,6 +28,7 @@ def load_predictor(
         tables: that embedding and head as tensors; copies in the checkpoint must equal them.
         max_context: positions a sequence may reach.
         num_draft_tokens: drafts per round; None is all that the block was trained for.
+        with_confidence: compute the confidence of each draft; off until a policy reads it.
 
     Raises:
         CheckpointError: weights do not match their config, or the drafter is another target's.
@@ -40,4 +47,5 @@ def load_predictor(
         linear=choose_linear(shapes, tables.embedding_VD.dtype),
         max_context=max_context,
         num_draft_tokens=num_draft_tokens,
+        with_confidence=with_confidence,
     )

@@ -62,7 +62,7 @@ class Toy:
     head_VD: torch.Tensor
     directory: object
 
-    def predictor(self, dtype=F64, num_draft_tokens=None) -> BlockPredictor:
+    def predictor(self, dtype=F64, num_draft_tokens=None, with_confidence=True) -> BlockPredictor:
         embedding_VD, head_VD = self.embedding_VD.to(dtype), self.head_VD.to(dtype)
         tables = TargetTables(embedding_VD=embedding_VD, head_VD=head_VD)
         return BlockPredictor(
@@ -72,6 +72,7 @@ class Toy:
             linear=linear,
             max_context=MAX_CONTEXT,
             num_draft_tokens=num_draft_tokens,
+            with_confidence=with_confidence and self.options.confidence != "none",
         )
 
     def reference(self, weights=None, **changes) -> ReferenceDSpark:
