@@ -101,9 +101,7 @@ def _context_visible(
     return visible_BY1N & (distance < mask.window)
 
 
-def _block_visible(
-    num_queries: int, group: int, num_rows: int, mask: BlockMask, device: torch.device
-) -> torch.Tensor:
+def _block_visible(num_queries: int, group: int, num_rows: int, mask: BlockMask, device: torch.device) -> torch.Tensor:
     """Mask ``[1, Q or 1, N]`` inside the block, Q as in ``_context_visible``. Padding rows see what row 0 sees."""
     key_N = torch.arange(KEY_TILE, device=device)
     visible_QN = (key_N < num_rows)[None]

@@ -11,13 +11,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from outrider.ops.quant import encode_mxfp4
+from outrider.ops.quant import decode_mxfp4, encode_mxfp4
 from outrider.training.dspark import DrafterConfig, DSparkForTraining
 from outrider.training.kimi_k3 import KdaAttention, KimiK3ForTraining, TrainConfig
 
-__all__ = ["drafter_config", "target_config", "target_tensors", "write_drafter", "write_target"]
+__all__ = [
+    "drafter_config",
+    "read_drafter",
+    "read_target",
+    "target_config",
+    "target_tensors",
+    "write_drafter",
+    "write_target",
+]
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 FP32_ENDINGS = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
@@ -177,6 +185,26 @@ def write_target(model: KimiK3ForTraining, out: Path, *, max_positions: int, spe
     _write_json(out / "model.safetensors.index.json", index)
 
 
+def read_target(model: KimiK3ForTraining, checkpoint: Path) -> None:
+    """Fill a training form from a directory that ``write_target`` wrote, to go on from shipped weights."""
+    tensors = load_file(checkpoint / "model-00001-of-00001.safetensors")
+    state = {}
+    for name, value in model.state_dict().items():
+        disk_name = "language_model." + _disk_name(name)
+        if ".experts." in name:
+            state[name] = _read_experts(tensors, disk_name, value.shape[0])
+        else:
+            state[name] = tensors[disk_name][: value.shape[0]].float()  # A_log is padded on disk
+    model.load_state_dict(state)
+
+
+def _read_experts(tensors: Mapping[str, torch.Tensor], disk_name: str, num_experts: int) -> torch.Tensor:
+    prefix, matrix = disk_name.rsplit(".", 1)
+    names = [f"{prefix}.{expert}.{matrix}.weight" for expert in range(num_experts)]
+    pairs = [(tensors[f"{name}_packed"], tensors[f"{name}_scale"]) for name in names]
+    return torch.stack([decode_mxfp4(packed, scale, torch.float32) for packed, scale in pairs])
+
+
 def drafter_config(
     config: DrafterConfig, *, target_name: str, num_target_layers: int, max_positions: int
 ) -> dict[str, Any]:
@@ -239,6 +267,15 @@ def write_drafter(model: DSparkForTraining, draft_ids: torch.Tensor, out: Path, 
     mapped[draft_ids] = True
     tensors["t2d"] = mapped
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+
+
+def read_drafter(model: DSparkForTraining, checkpoint: Path) -> torch.Tensor:
+    """Fill a training form from what ``write_drafter`` wrote; returns the target id of each draft id."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    shift = tensors.pop("d2t")
+    del tensors["t2d"]
+    model.load_state_dict({name: value.float() for name, value in tensors.items()})
+    return shift + torch.arange(len(shift))
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

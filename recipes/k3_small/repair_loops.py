@@ -33,7 +33,7 @@ from outrider.request import Request, SamplingParams
 from outrider.tokenizer import Tokenizer, load_tokenizer
 from outrider.training.export import write_target
 
-LENGTH, ANSWER_LENGTH, SEATS, STEPS_PER_ROUND = 384, 160, 48, 8
+LENGTH, ANSWER_LENGTH, SEATS, STEPS_PER_ROUND = 384, 160, 48, 16
 SHORTEST_RUN = 5  # repeated tokens before a loop is one: "1000" is not
 ROWS = 6  # looping rows per step; always as many, so that shapes never change
 ORDINARY_LENGTHS = (512, 512, 1024, 2048)  # in turn
@@ -113,7 +113,7 @@ def run(arguments: argparse.Namespace) -> None:
             picked = random.Random(trainer.step).sample(looping, min(ROWS, len(looping)))
             ordinary = mixture.batch(500_000 + trainer.step, ORDINARY_LENGTHS[trainer.step % 4], 4096)
             loss = weighted_loss(trainer.model, ordinary)
-            if picked:
+            if picked and trainer.step % 2 == 0:
                 padded = (picked * ROWS)[:ROWS]
                 loss = loss + arguments.weight * unlikelihood(trainer, padded)
             decay = 1.0 - 0.95 * min(1.0, (time.monotonic() - started + before) / (arguments.minutes * 60))

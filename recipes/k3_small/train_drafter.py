@@ -1,6 +1,6 @@
 """Train the k3-small drafter on the target's own outputs; resumable like ``train_target.py``.
 
-Usage: ``python recipes/k3_small/train_drafter.py TARGET_CHECKPOINT.pt ROLLOUTS_DIR OUT_DIR --minutes 30``
+Usage: ``python recipes/k3_small/train_drafter.py models/k3-small ROLLOUTS_DIR OUT_DIR --minutes 30``
 
 ``ROLLOUTS_DIR`` is what ``rollouts.py`` wrote. The frozen target reads every rollout once, in its
 training form and at the weights as shipped (bf16, MXFP4 experts); its taps and final hidden states
@@ -24,7 +24,7 @@ from config import K3_SMALL, K3_SMALL_DSPARK
 from train_target import learning_rate_scale
 
 from outrider.training.dspark import Blocks, DSparkForTraining
-from outrider.training.export import FP32_ENDINGS
+from outrider.training.export import read_drafter, read_target
 from outrider.training.kimi_k3 import KimiK3ForTraining
 from outrider.training.losses import DrafterLosses, drafter_losses, row_decay
 from outrider.training.muon import Muon
@@ -142,15 +142,10 @@ def sample_blocks(ids: torch.Tensor, answer: torch.Tensor, num_anchors: int, see
     )
 
 
-def load_target(checkpoint: Path) -> KimiK3ForTraining:
-    """The frozen target at its shipped weights."""
+def load_target(path: Path) -> KimiK3ForTraining:
+    """The frozen target at its shipped weights (bf16, MXFP4 experts), from an exported model."""
     model = KimiK3ForTraining(K3_SMALL)
-    state = torch.load(checkpoint, weights_only=True)["model"]
-    for name, value in state.items():
-        disk_name = name.replace("conv1d_weight", "conv1d.weight")
-        if ".experts." not in name and not disk_name.endswith(FP32_ENDINGS):
-            state[name] = value.bfloat16().float()
-    model.load_state_dict(state)
+    read_target(model, path)
     return model.eval().requires_grad_(False)
 
 
@@ -191,6 +186,8 @@ class DrafterTrainer:
         self.step, self.seconds = 0, 0.0
         if (self.out / "checkpoint.pt").exists():
             self.load()
+        elif arguments.init:
+            self.draft_ids = read_drafter(self.drafter, arguments.init)
 
     def load(self) -> None:
         """Continue from our own checkpoint."""
@@ -307,6 +304,7 @@ def main() -> None:
     parser.add_argument("target", type=Path)
     parser.add_argument("rollouts", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--init", type=Path, help="an exported drafter of the same sizes to start from")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--batch-tokens", type=int, default=4096)

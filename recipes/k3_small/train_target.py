@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from config import K3_SMALL
 
+from outrider.training.export import read_target
 from outrider.training.kimi_k3 import KimiK3ForTraining
 from outrider.training.muon import Muon
 
@@ -150,12 +151,17 @@ class Trainer:
         if (out / "checkpoint.pt").exists():
             self.load(out / "checkpoint.pt")
 
-    def load(self, path: Path, weights_only: bool = False) -> None:
+    def start_from(self, path: Path) -> None:
+        """Take the weights of an exported model or of another run's checkpoint, and nothing else."""
+        if path.is_dir():
+            read_target(self.model, path)
+        else:
+            self.model.load_state_dict(torch.load(path, weights_only=True)["model"])
+
+    def load(self, path: Path) -> None:
         """Continue from a checkpoint of this script (our own file: tensors and numbers only)."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
-        if weights_only:
-            return
         for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
@@ -206,7 +212,7 @@ def run(arguments: argparse.Namespace) -> None:
     """Train until the budget of minutes is spent."""
     trainer = Trainer(arguments.out, arguments.lr)
     if arguments.init and trainer.step == 0:
-        trainer.load(arguments.init, weights_only=True)
+        trainer.start_from(arguments.init)
     mixture = Mixture(arguments.data, arguments.text_share, arguments.copy_share)
     valid = Mixture(arguments.valid, 1.0)
     log = (arguments.out / "log.jsonl").open("a")
@@ -247,7 +253,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--text-share", type=float, default=0.4)
     parser.add_argument("--copy-share", type=float, default=0.2)
-    parser.add_argument("--init", type=Path)
+    parser.add_argument("--init", type=Path, help="weights to start from: a checkpoint.pt or an exported model")
     run(parser.parse_args())
 
 

@@ -22,7 +22,7 @@ def test_draw_takes_turns_over_sub_categories() -> None:
 
 def test_draw_gives_all_that_a_tier_has_and_refuses_an_empty_one() -> None:
     assert [p.question_id for p in draw_prompts(PROMPTS, "mixed", 5)] == ["a0", "b0", "a1", "a2"]
-    with pytest.raises(RequestError, match="tier 'none' has no usable prompts .tiers here: mixed, other"):
+    with pytest.raises(RequestError, match=r"tier 'none' has no usable prompts \(tiers here: mixed, other"):
         draw_prompts(PROMPTS, "none", 1)
     with pytest.raises(RequestError, match="num_prompts=0"):
         draw_prompts(PROMPTS, "mixed", 0)

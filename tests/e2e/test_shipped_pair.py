@@ -15,7 +15,7 @@ from outrider.tokenizer import answer_stop_ids
 
 MODELS = Path(__file__).resolve().parents[2] / "models"
 TARGET, DRAFTER = MODELS / "k3-small", MODELS / "k3-small-dspark"
-MAX_TOKENS, NUM_PER_TIER, CONCURRENCY = 40, 2, (1, 2, 4, 8)
+MAX_TOKENS, NUM_PER_TIER, CONCURRENCY = 32, 2, (1, 2, 4, 8)
 TIERS = ("low_entropy", "mixed", "high_entropy")
 
 Records = dict[str, PromptRecord]
@@ -64,7 +64,7 @@ def alone(engines: dict[str | int, LLM], asked: dict[str, list[TokenisedPrompt]]
 
 def test_the_outputs_are_worth_comparing(alone: Records) -> None:
     assert len(alone) == NUM_PER_TIER * len(TIERS)
-    assert sum(len(set(one.token_ids)) for one in alone.values()) > 50
+    assert sum(len(set(one.token_ids)) for one in alone.values()) > 30
     assert sum(one.num_drafted for one in alone.values()) == 0
 
 

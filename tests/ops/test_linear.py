@@ -52,6 +52,14 @@ def test_probe_chooses(monkeypatch):
     assert ops.choose_linear([(8, 16)], torch.bfloat16) is ops.linear_padded
 
 
+def test_probe_cuts_wide_outputs(monkeypatch):
+    seen = set()
+    real = ops.linear
+    monkeypatch.setattr(ops, "linear", lambda x, weight: seen.add(tuple(weight.shape)) or real(x, weight))
+    assert ops.probe_row_invariance([(10_000_000, 8), (20_000_000, 8), (96, 8)], torch.bfloat16)
+    assert seen == {(ops.PROBE_COLUMNS, 8), (96, 8)}
+
+
 def test_embedding_reads_rows():
     table = torch.randn(11, 4)
     assert torch.equal(ops.embedding(torch.tensor([3, 0, 10]), table), table[[3, 0, 10]])

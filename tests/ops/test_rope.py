@@ -14,12 +14,6 @@ def test_rotations_match_the_complex_product(scaling, dtype, assert_close):
     table = rope.rotary_table(300, 32, 1e4, scaling, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
     x, positions = torch.randn(6, 3, 32).to(dtype), torch.tensor([0, 1, 7, 299, 64, 7])
     assert_close(rope.apply_half(x, table, positions), rope.apply_half_reference(x, table, positions))
-    interleaved = rope.apply_interleaved(x, table, positions)
-    assert_close(interleaved, rope.apply_interleaved_reference(x, table, positions))
-    half = x.view(6, 3, 16, 2).transpose(-1, -2).flatten(-2)  # pairs (2i, 2i+1) to (i, i+16)
-    assert torch.equal(
-        rope.apply_half(half, table, positions).view(6, 3, 2, 16).transpose(-1, -2).flatten(-2), interleaved
-    )
 
 
 def test_scores_depend_on_the_distance_only():

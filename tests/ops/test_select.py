@@ -1,6 +1,7 @@
+import pytest
 import torch
 
-from outrider.ops.select import argmax_lowest, topk_lowest
+from outrider.ops.select import argmax_lowest, first_maximum, topk_lowest
 
 
 def test_argmax_takes_the_lowest_of_equals():
@@ -12,10 +13,26 @@ def test_argmax_on_many_ties_and_dtypes(dtype):
     x = torch.randint(0, 4, (50, 3000)).to(dtype)
     expected = [row.tolist().index(max(row.tolist())) for row in x]
     assert argmax_lowest(x).tolist() == expected
+    assert first_maximum(x).tolist() == expected
+    assert first_maximum(x[::7]).tolist() == expected[::7]
+
+
+@pytest.mark.parametrize("width", [1, 7, 64, 1000, 8192, 163840])
+def test_ties_at_any_distance_go_to_the_lowest_index(dtype, threads, width):
+    for first in {0, width // 3, width - 1}:
+        x = torch.full((3, width), -2.0).to(dtype)
+        x[:, first:] = torch.tensor([3.0, float("inf"), -2.0]).to(dtype)[:, None]
+        expected = [first, first, 0]
+        assert argmax_lowest(x).tolist() == first_maximum(x).tolist() == expected
+        assert argmax_lowest(x[1:2]).tolist() == expected[1:2]
+        x[:, first:] = -0.0
+        x[:, width - 1] = 0.0  # equal zeros
+        assert argmax_lowest(x).tolist() == [first] * 3
 
 
 def test_argmax_of_nan_is_out_of_range():
     assert argmax_lowest(torch.tensor([[0.0, float("nan"), 1.0]])).tolist() == [3]
+    assert first_maximum(torch.tensor([[0.0, float("nan"), float("inf")]])).tolist() == [1]
 
 
 def test_topk_orders_ties_by_index():

@@ -9,7 +9,7 @@ from torch import nn
 from outrider.models.dspark.config_json import parse_config
 from outrider.testing.reference_dspark import ReferenceDSpark, ReferenceShape
 from outrider.training.dspark import Blocks, DrafterConfig, DSparkForTraining, block_mask
-from outrider.training.export import drafter_config, write_drafter
+from outrider.training.export import drafter_config, read_drafter, write_drafter
 from outrider.training.losses import drafter_losses
 
 CONFIG = DrafterConfig(
@@ -102,5 +102,10 @@ def test_exported_drafter_reads_back(tmp_path):
     model = DSparkForTraining(CONFIG)
     config = drafter_config(CONFIG, target_name="toy", num_target_layers=4, max_positions=64)
     write_drafter(model, torch.arange(31), tmp_path, config=config)
+    again = DSparkForTraining(CONFIG)
+    assert torch.equal(read_drafter(again, tmp_path), torch.arange(31))
+    assert all(
+        torch.equal(value.bfloat16(), again.state_dict()[name].bfloat16()) for name, value in model.state_dict().items()
+    )
     parsed = parse_config(json.loads((tmp_path / "config.json").read_text()))
     assert parsed.aux_layer_ids == (0, 2) and parsed.num_block_rows == 4 and parsed.draft_vocab_size == 31

@@ -5,7 +5,7 @@ import torch
 
 from outrider.ops.quant import decode_mxfp4, encode_mxfp4
 from outrider.testing.reference_k3 import reference_forward
-from outrider.training.export import target_config, target_tensors
+from outrider.training.export import read_target, target_config, target_tensors, write_target
 from outrider.training.grouped import grouped_linear
 from outrider.training.kda import chunked_delta_rule
 from outrider.training.kimi_k3 import KimiK3ForTraining, TrainConfig
@@ -120,3 +120,14 @@ def test_muon_update_is_nearly_orthogonal():
     update = orthogonalise(torch.randn(24, 16))
     singular = torch.linalg.svdvals(update)
     assert singular.min() > 0.5 and singular.max() < 1.5
+
+
+def test_training_can_go_on_from_exported_weights(model, tmp_path):
+    write_target(model, tmp_path, max_positions=64, special_ids={"bos_token_id": 0})
+    again = KimiK3ForTraining(TINY).eval()
+    read_target(again, tmp_path)
+    exported = target_tensors(model)
+    assert exported.keys() == target_tensors(again).keys()
+    assert all(torch.equal(exported[name], value) for name, value in target_tensors(again).items())
+    ids = torch.randint(0, 61, (1, 16))
+    assert torch.equal(model(ids)[0], again(ids)[0])

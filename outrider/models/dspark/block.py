@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 
 from outrider.batch import DraftBlock
-from outrider.cache.layout import PagedLayout
 from outrider.errors import ConfigError, EngineFault
 from outrider.models.dspark.config import DSparkConfig
 from outrider.models.dspark.heads import Chain, ConfidenceHead, draft_chain
@@ -127,17 +126,6 @@ class BlockPredictor:
         )
         self._offsets_B = torch.arange(config.num_block_rows, device=self._device)
 
-    @property
-    def context_layout(self) -> PagedLayout:
-        """What one context token occupies."""
-        config = self.config
-        return PagedLayout(
-            name="drafter",
-            num_layers=config.num_layers,
-            row_shape=(2, config.num_kv_heads, config.head_dim),
-            dtype=self._dtype,
-        )
-
     def allocate_context(self, num_cache_rows: int) -> ContextCache:
         """Cache with as many rows as the target's paged cache."""
         config = self.config
@@ -206,7 +194,9 @@ class BlockPredictor:
             target_ids_V=self._target_ids_V,
             linear=self._linear,
         )
-        confidence_SG = None if self._confidence_head is None else self._confidence(self._confidence_head, kept_GSD, chain)
+        confidence_SG = (
+            None if self._confidence_head is None else self._confidence(self._confidence_head, kept_GSD, chain)
+        )
         block = DraftBlock(token_ids_SG=chain.token_ids_SG, confidence_SG=confidence_SG)
         return Prediction(block=block, logits=chain.logits)
 

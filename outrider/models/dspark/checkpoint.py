@@ -22,10 +22,11 @@ from outrider.models.weights import (
     fill_parameters,
 )
 
-__all__ = ["TargetTables", "load_model", "normalise_name"]
+__all__ = ["TargetTables", "check_headers", "load_model", "normalise_name"]
 
 _PREFIXES = ("model.", "draft_model.", "logit_head.")
 _RENAMED = {"context_proj": "fc", "context_norm": "hidden_norm", "final_norm": "norm"}
+_COPIES = ("embed_tokens.weight", "lm_head.weight", "d2t", "t2d")  # the target's, or implied by it
 _COMPARE_ROWS = 4096  # rows of a table compared at a time, so that no second copy is built
 
 
@@ -64,6 +65,18 @@ def load_model(path: Path, tables: TargetTables, *, dtype: torch.dtype, device: 
         if model.d2t is not None:
             _check_vocabulary_map(model.d2t.cpu(), config, reader, names)
     return model
+
+
+def check_headers(reader: CheckpointReader, model: DSparkModel) -> None:
+    """Check names, shapes and dtypes against a model (on any device); no data is read.
+
+    Raises:
+        CheckpointError: a tensor is missing, unknown or misshapen.
+    """
+    names, parameters = _canonical_names(reader), model.state_dict(keep_vars=True)
+    copies = {n for n in names if n.startswith("verifier_") or n in _COPIES and n not in parameters}
+    used = {name: raw for name, raw in names.items() if name not in copies}
+    check_names(reader, _assignments(model, used), tuple(names[name] for name in copies))
 
 
 def normalise_name(raw: str) -> str:

@@ -141,6 +141,11 @@ class DSparkConfig:
         return self.num_block_rows - self.first_draft_row
 
     @property
+    def context_row_size(self) -> int:
+        """Values cached for one context token: keys and values of every draft layer."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
     def reduced_vocabulary(self) -> bool:
         """Whether the drafter has its own, smaller output vocabulary."""
         return self.draft_vocab_size != self.vocab_size

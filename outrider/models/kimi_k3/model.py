@@ -133,8 +133,8 @@ class KimiK3Model(nn.Module):
     def forward(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
         """Run one flat batch (sections 2 and 4).
 
-        Chunk rows commit their recurrent state; step rows only log. Nothing waits for the device but the
-        expert loop, which needs the number of rows of each expert.
+        Chunk rows commit their recurrent state; step rows only log. The host waits for an accelerator in
+        the expert loop (rows of each expert) and in prompt chunks (chunk indices from host lists).
         """
         stream = ResidualStream(self.embed(batch.token_ids_T), self.config.num_snapshots)
         taps_TAD = self._tap_buffer(batch.num_tokens)

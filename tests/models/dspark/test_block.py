@@ -265,8 +265,40 @@ def test_fewer_drafts_are_the_first_of_the_full_block(tmp_path):
     full, short = predictions
     assert torch.equal(short.block.token_ids_SG, full.block.token_ids_SG[:, :2])
     assert torch.equal(short.block.confidence_SG, full.block.confidence_SG[:, :2])
-    with pytest.raises(ConfigError, match="num_draft_tokens=5"):
-        toy.predictor(torch.float32, 5)
+    for wrong in (0, 5):
+        with pytest.raises(ConfigError, match=f"num_draft_tokens={wrong}"):
+            toy.predictor(torch.float32, wrong)
+
+
+def test_head_and_chain_run_for_the_asked_drafts_only_and_confidence_on_demand(tmp_path, monkeypatch):
+    toy = make_toy(tmp_path, VARIANTS["vanilla"])
+    predictor, rows = toy.predictor(num_draft_tokens=2, with_confidence=False), []
+    head = predictor._head
+    predictor._head = lambda x: rows.append(x.shape[0]) or head(x)
+    monkeypatch.setattr("outrider.models.dspark.heads.ConfidenceHead.probability", None)
+    sequences = Sequences(predictor, 1)
+    sequences.observe({0: toy.taps(torch.Generator().manual_seed(2), 6)})
+    prediction = sequences.propose({0: 3})
+    assert rows == [2] and len(prediction.logits) == 2
+    assert prediction.block.confidence_SG is None
+
+
+def test_confidence_needs_a_head(tmp_path):
+    toy = make_toy(tmp_path, VARIANTS["dflash"])
+    tables = TargetTables(embedding_VD=toy.embedding_VD, head_VD=toy.head_VD)
+    model = load_model(tmp_path, tables, dtype=F64, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match="no confidence head"):
+        BlockPredictor(model, embed=len, head=len, linear=linear, max_context=9, with_confidence=True)
+
+
+def test_nan_drafts_are_ids_in_range(tmp_path):
+    """A broken drafter may cost speed, never the round."""
+    toy = make_toy(tmp_path, VARIANTS["vanilla"])
+    toy.head_VD.fill_(torch.nan)
+    sequences = Sequences(toy.predictor(), 1)
+    sequences.observe({0: toy.taps(torch.Generator().manual_seed(2), 6)})
+    drafts = sequences.propose({0: 3}).block.token_ids_SG
+    assert int(drafts.min()) >= 0 and int(drafts.max()) < toy.options.vocab_size
 
 
 def test_equal_logits_draft_the_lowest_id(tmp_path):

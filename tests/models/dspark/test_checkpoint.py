@@ -57,6 +57,19 @@ def test_copies_are_compared_in_the_targets_dtype(dtype, tmp_path):
     load(tmp_path, TargetTables(embedding_VD=EMBEDDING.to(dtype), head_VD=HEAD.to(dtype)), dtype)
 
 
+def test_copies_are_compared_in_the_narrower_dtype(tmp_path):
+    """A float32 target and a drafter that copied it in bfloat16."""
+    wide = {name: table.float() + 1e-5 * torch.rand(table.shape) for name, table in COPIES.items()}
+    write_toy_drafter(
+        tmp_path, FORMATS["deepspec"], copies={n: t.bfloat16() for n, t in wide.items()}, dtype=torch.bfloat16
+    )
+    tables = TargetTables(embedding_VD=wide["embed_tokens.weight"], head_VD=wide["lm_head.weight"])
+    load(tmp_path, tables, torch.float32)
+    tables.head_VD[96, 31] += 0.5
+    with pytest.raises(CheckpointError, match=r"'lm_head\.weight' differs"):
+        load(tmp_path, tables, torch.float32)
+
+
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_of_another_target_is_named(name, tmp_path):
     other = COPIES[name].clone()

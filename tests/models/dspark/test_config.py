@@ -12,7 +12,6 @@ from outrider.models.dspark.config import (
     MarkovKind,
     WindowOrigin,
     check_target,
-    resolve_num_draft_tokens,
 )
 from outrider.models.dspark.config_json import parse_config, read_config
 from outrider.models.dspark.model import DSparkModel
@@ -262,15 +261,10 @@ def test_yarn_forms():
     assert scaled.yarn is not None and scaled.yarn.attention_factor == 1.0
 
 
-def test_fewer_drafts_are_a_truncation_and_more_are_refused():
+def test_every_row_that_the_layout_allows_is_a_draft():
     config = parse_config(QWEN3_4B)
-    assert resolve_num_draft_tokens(config, None) == 7
-    assert resolve_num_draft_tokens(config, 3) == 3
-    for wrong in (0, 8):
-        with pytest.raises(ConfigError, match=f"num_draft_tokens={wrong}"):
-            resolve_num_draft_tokens(config, wrong)
-    with pytest.raises(ConfigError):
-        resolve_num_draft_tokens(parse_config(GLM_5_2), 8)  # 8 rows, but row 0 drafts nothing
+    assert config.num_draft_tokens == 7
+    assert parse_config(GLM_5_2).num_draft_tokens == 7  # 8 rows, but row 0 drafts nothing
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,12 @@ def trained_and_loaded(directory):
         directory, TargetTables(embedding_VD=table, head_VD=table), dtype=torch.float32, device=torch.device("cpu")
     )
     predictor = BlockPredictor(
-        model, embed=lambda ids: embedding(ids, table), head=lambda rows: rows, linear=linear, max_context=64
+        model,
+        embed=lambda ids: embedding(ids, table),
+        head=lambda rows: rows,
+        linear=linear,
+        max_context=64,
+        with_confidence=True,
     )
     return trained, predictor, table
 

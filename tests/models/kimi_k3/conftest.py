@@ -21,6 +21,7 @@ VARIANTS = {
     "softplus, low-rank gate, unbounded situ": dataclasses.replace(
         SHORT, gate_lower_bound=None, full_rank_gate=False, latent_norm=False
     ),
+    "wide gate bound": dataclasses.replace(SHORT, gate_lower_bound=-8.0),
     "plain residual, no latent, no shared expert": dataclasses.replace(
         SHORT, attn_res_block_size=None, latent_size=None, latent_norm=False, num_shared_experts=0, activation="silu"
     ),

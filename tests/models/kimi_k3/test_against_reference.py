@@ -12,6 +12,7 @@ VARIANTS = (
     "deep",
     "kimi_linear",
     "softplus, low-rank gate, unbounded situ",
+    "wide gate bound",
     "plain residual, no latent, no shared expert",
     "plain q, no MLA gate, other eps",
     "more heads than head_dim, unquantised, top 3 of 5",

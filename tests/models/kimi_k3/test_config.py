@@ -103,7 +103,7 @@ WRONG = {
     "text_config.routed_expert_hidden_size": (3585, "3585 is not a multiple of 32"),
     "text_config.moe_intermediate_size": (100, "moe_intermediate_size=100 is not a multiple of 32"),
     "text_config.linear_attn_config": (..., "linear_attn_config is missing"),
-    "text_config.linear_attn_config.gate_lower_bound": (-9.0, "gate_lower_bound=-9.0 is outside"),
+    "text_config.linear_attn_config.gate_lower_bound": (0.0, "gate_lower_bound=0.0 is not negative"),
     "text_config.linear_attn_config.short_conv_kernel_size": (1, "short_conv_kernel_size=1"),
     "text_config.linear_attn_config.kda_layers": ([1, "2"], "expected an integer or a list of integers"),
     "eos_token_id": (163840, "eos_token_id=163840 is outside the vocabulary 0..163839"),

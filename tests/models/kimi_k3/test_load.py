@@ -182,10 +182,28 @@ def test_unknown_architecture(tmp_path):
         load_target(tmp_path, dtype=torch.float32)
 
 
-def test_every_parameter_is_written(tmp_path):
-    """No NaN or uninitialised value survives loading: fill with NaN first, then load."""
-    model = load_target(write_toy_checkpoint(tmp_path, OPTIONS), dtype=torch.float32)
-    assert all(torch.isfinite(parameter).all() for parameter in model.parameters())
+@pytest.mark.parametrize("experts", ["unpacked", "packed"])
+def test_every_parameter_is_written(tmp_path, monkeypatch, experts):
+    """Memory starts as NaN and as byte 255; two different fills must give one model."""
+    real_empty = torch.empty
+    filled = []
+
+    def load_over(float_value, byte_value):
+        def filled_empty(*args, **kwargs):
+            tensor = real_empty(*args, **kwargs)
+            filled.append(tensor.numel())
+            return tensor.fill_(float_value if tensor.is_floating_point() else byte_value)
+
+        monkeypatch.setattr("outrider.models.layers.torch.empty", filled_empty)
+        model = load_target(write_toy_checkpoint(tmp_path, OPTIONS), dtype=torch.float32, experts=experts)
+        monkeypatch.undo()
+        return dict(model.named_parameters())
+
+    over_nan, over_ones = load_over(torch.nan, 255), load_over(1.0, 0)
+    assert sum(filled) >= 2 * sum(parameter.numel() for parameter in over_nan.values())
+    for name, parameter in over_nan.items():
+        assert torch.isfinite(parameter).all(), name
+        assert torch.equal(parameter, over_ones[name]), name
 
 
 def test_bad_aux_layers(tmp_path):
