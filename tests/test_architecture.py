@@ -42,6 +42,17 @@ def test_size_docstring_and_public_names(name: str) -> None:
     assert not public or "__all__" in named, f"{name} defines {sorted(public)} but no __all__"
 
 
+@pytest.mark.parametrize("name", TREES)
+def test_no_getattr_with_a_default_and_no_hasattr(name: str) -> None:
+    calls = [node for node in ast.walk(TREES[name]) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    banned = [
+        call.lineno
+        for call in calls
+        if call.func.id == "hasattr" or (call.func.id == "getattr" and len(call.args) + len(call.keywords) > 2)
+    ]
+    assert not banned, f"{name}, lines {banned}: say what the value is instead of asking what it has"
+
+
 def test_flags_are_frozen() -> None:
     for command, flags in FLAGS.items():
         fields = [field.name for field in dataclasses.fields(getattr(arguments, command))]

@@ -110,7 +110,8 @@ def _lines(report: DrafterInspection) -> Iterator[str]:
     )
     yield f"taps            after layers {taps} (0-based) of {layers}, {config.aux_hidden_stream.value} stream"
     reduced = "reduced" if config.reduced_vocabulary else "the target's"
-    yield f"vocabulary      {config.draft_vocab_size:,} of {config.vocab_size:,} ids ({reduced}), mask {config.mask_token_id}"
+    ids = f"{config.draft_vocab_size:,} of {config.vocab_size:,} ids ({reduced})"
+    yield f"vocabulary      {ids}, mask {config.mask_token_id}"
     rank = f", rank {config.markov_rank}" if config.markov_rank else ""
     yield f"Markov head     {config.markov.value}{rank}"
     confidence = config.confidence

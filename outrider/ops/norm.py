@@ -14,8 +14,9 @@ __all__ = ["gated_rms_norm", "gated_rms_norm_reference", "l2_norm_scaled", "rms_
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm with the rounding of the vendor code: normalise, round, then the gamma product.
 
-    Source: k3-architecture section 2. Any leading dims, ``weight_D`` too may have some; the result has the dtype of ``x_TD``. The library
-    call without its gamma computes in the island dtype and rounds once; a test holds it to that.
+    Source: k3-architecture section 2. Any leading dims, also of ``weight_D``; the result has the dtype of
+    ``x_TD``. The library call without its gamma computes in the island dtype and rounds once; a test holds
+    it to that.
     """
     return F.rms_norm(x_TD, x_TD.shape[-1:], None, eps) * weight_D
 

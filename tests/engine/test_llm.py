@@ -9,6 +9,8 @@ import torch
 from outrider.engine.build import EngineLimits
 from outrider.engine.llm import LLM
 from outrider.errors import ConfigError, RequestError, UnsupportedError, UserError
+from outrider.models.dspark.block import BlockPredictor
+from outrider.models.dspark.load import load_predictor
 from outrider.request import FinishReason, SamplingParams
 from outrider.testing.toy import ToyOptions, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
@@ -52,6 +54,19 @@ def test_a_real_drafter_changes_nothing_but_the_rounds(paths: tuple[Path, Path],
     assert [o.prompt_token_ids for o in plain] == [tuple(prompt) for prompt in asked]
     assert all(o.finish_reason is FinishReason.LENGTH and len(o.token_ids) == 10 for o in plain)
     assert all(0 < (o.time_to_first_token_s or 0) <= o.total_s for o in plain)
+
+
+def test_the_drafter_computes_only_the_drafts_asked_for(
+    paths: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+
+    def load_and_note(*args: object, num_draft_tokens: int | None = None, **kwargs: object) -> BlockPredictor:
+        asked.append(num_draft_tokens)
+        return load_predictor(*args, num_draft_tokens=num_draft_tokens, **kwargs)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("outrider.engine.llm.load_predictor", load_and_note)
+    assert [load(paths, speculation).config.num_draft_tokens for speculation in ("auto", 2)] == asked == [4, 2]
 
 
 def test_streams_and_lists_share_one_engine(paths: tuple[Path, Path]) -> None:

@@ -74,7 +74,7 @@ def check_headers(reader: CheckpointReader, model: DSparkModel) -> None:
         CheckpointError: a tensor is missing, unknown or misshapen.
     """
     names, parameters = _canonical_names(reader), model.state_dict(keep_vars=True)
-    copies = {n for n in names if n.startswith("verifier_") or n in _COPIES and n not in parameters}
+    copies = {n for n in names if n.startswith("verifier_") or (n in _COPIES and n not in parameters)}
     used = {name: raw for name, raw in names.items() if name not in copies}
     check_names(reader, _assignments(model, used), tuple(names[name] for name in copies))
 
