@@ -94,7 +94,7 @@ def kda_update(state_HWK: torch.Tensor, decay_HK: torch.Tensor, u_HW: torch.Tens
 
 
 # The one update of step, verify and commit, in its two halves: a step needs the decayed state between
-# them to form ``u``. Nothing else in the package writes a state.
+# them to form ``u``. (Prompt chunks have their own form, ``kda_chunk``.)
 def _decayed(state_HWK: torch.Tensor, decay_HK: torch.Tensor, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """First half: ``S * decay``, rounded; ``out`` may be the state itself."""
     return torch.mul(state_HWK, decay_HK[..., None, :], out=out)
