@@ -1,8 +1,8 @@
 """Train the k3-small drafter on the target's own outputs; resumable like ``train_target.py``.
 
-Usage: ``python recipes/k3_small/train_drafter.py models/k3-small ROLLOUTS_DIR OUT_DIR --minutes 30``
+Usage: ``python recipes/k3_small/train_drafter.py models/k3-small OUT_DIR ROLLOUTS_DIR... --minutes 30``
 
-``ROLLOUTS_DIR`` is what ``rollouts.py`` wrote. The frozen target reads every rollout once, in its
+Each ``ROLLOUTS_DIR`` is what ``rollouts.py`` wrote. The frozen target reads every rollout once, in its
 training form and at the weights as shipped (bf16, MXFP4 experts); its taps and final hidden states
 stay in ``OUT_DIR/features.pt``, because the target's forward would be over half of every step.
 """
@@ -12,6 +12,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,10 +39,11 @@ VALID_SHARE = 0.03  # of the rollouts, the last ones
 class Rollouts:
     """Prompt and output ids of the target, one conversation after another."""
 
-    def __init__(self, folder: Path) -> None:
-        self.ids = np.memmap(folder / "rollouts.ids.bin", np.uint16, mode="r")
-        self.answer = np.memmap(folder / "rollouts.answer.bin", np.uint8, mode="r")
-        self.offsets = np.load(folder / "rollouts.offsets.npy")
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self.ids = np.concatenate([np.fromfile(folder / "rollouts.ids.bin", np.uint16) for folder in folders])
+        self.answer = np.concatenate([np.fromfile(folder / "rollouts.answer.bin", np.uint8) for folder in folders])
+        lengths = np.concatenate([np.diff(np.load(folder / "rollouts.offsets.npy")) for folder in folders])
+        self.offsets = np.concatenate(([0], np.cumsum(lengths)))
         self.features: torch.Tensor | None = None
         self.num_train = int((len(self.offsets) - 1) * (1 - VALID_SHARE))
 
@@ -302,8 +304,8 @@ def main() -> None:
     """Parse the arguments and train."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path)
-    parser.add_argument("rollouts", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("rollouts", type=Path, nargs="+")
     parser.add_argument("--init", type=Path, help="an exported drafter of the same sizes to start from")
     parser.add_argument("--minutes", type=float, default=30)
     parser.add_argument("--lr", type=float, default=0.01)
