@@ -3,6 +3,7 @@
 import contextlib
 import io
 import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ __all__ = ["main"]
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -46,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("outrider: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader (`| head`) has what it wanted; a second error at exit would say otherwise.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_BROKEN_PIPE
 
 
 def _one_line(report: str) -> str:

@@ -16,7 +16,7 @@ import torch
 from outrider.config import check_positive, resolve_num_draft_tokens
 from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.engine.engine import Engine
-from outrider.engine.load import default_model_len, load_vocabulary, resolve_device, resolve_dtype
+from outrider.engine.load import load_vocabulary, resolve_device, resolve_dtype, resolve_model_len
 from outrider.engine.metrics import EngineMetrics
 from outrider.engine.prefill import last_logits
 from outrider.errors import RequestError, UnsupportedError, allocating
@@ -86,7 +86,7 @@ class LLM:
         model_path = Path(model_path)
         self._device = resolve_device(device)
         self.tokenizer, eos_token_ids = load_vocabulary(model_path)
-        self.max_model_len = default_model_len(model_path) if max_model_len is None else max_model_len
+        self.max_model_len = resolve_model_len(model_path, max_model_len)
         check_positive("max_model_len", self.max_model_len)
         self._target = load_target(
             model_path, dtype=resolve_dtype(model_path, dtype), device=self._device, experts=experts, progress=progress

@@ -10,7 +10,7 @@ from outrider.models.fields import Fields, read_config_json
 from outrider.tokenizer import Tokenizer, load_tokenizer
 from outrider.tokenizer.files import ids_of
 
-__all__ = ["default_model_len", "load_vocabulary", "resolve_device", "resolve_dtype"]
+__all__ = ["load_vocabulary", "resolve_device", "resolve_dtype", "resolve_model_len"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +66,20 @@ def resolve_device(name: str) -> torch.device:
         raise ConfigError(f"device={name!r} cannot be used ({reason}); use cpu or a device of this machine") from error
 
 
-def default_model_len(model_path: Path) -> int:
-    """The context length of the checkpoint, at most 8192.
+def resolve_model_len(model_path: Path, chosen: int | None) -> int:
+    """The context length to serve: as chosen, or the checkpoint's, then at most 8192.
 
     Raises:
-        ConfigError: the config names none.
+        ConfigError: the checkpoint names no context length, or the chosen one exceeds it.
     """
     text = Fields(_text_fields(model_path), where="")
     name = "max_position_embeddings" if text.has("max_position_embeddings") else "model_max_length"
-    return min(text.integer(name), MAX_DEFAULT_MODEL_LEN)
+    longest = text.integer(name)
+    if chosen is None:
+        return min(longest, MAX_DEFAULT_MODEL_LEN)
+    if isinstance(chosen, int) and chosen > longest:  # other types are refused with the other budgets
+        raise ConfigError(f"max_model_len={chosen} exceeds the {longest} positions of {model_path}; lower it")
+    return chosen
 
 
 def _text_fields(model_path: Path) -> dict[str, object]:

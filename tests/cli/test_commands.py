@@ -3,6 +3,8 @@
 import base64
 import json
 import logging
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -183,3 +185,20 @@ def test_bench_clips_the_number_of_prompts_to_what_a_tier_has(talking_pair, tmp_
     capsys.readouterr()
     assert main([*line, "--tiers", "a,c", "--num-prompts", "3"]) == 2
     assert "tier 'c' has no usable prompts" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_is_no_error(pair: tuple[str, str]) -> None:
+    """``outrider inspect MODEL | head``: no traceback, the status of a broken pipe."""
+    read_end, write_end = os.pipe()
+    os.close(read_end)
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from outrider.cli import main; sys.exit(main(sys.argv[1:]))",
+        "inspect",
+        pair[0],
+    ]
+    finished = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write_end)
+    assert finished.returncode == 141
+    assert "Traceback" not in finished.stderr

@@ -209,6 +209,11 @@ def test_budgets_out_of_range_are_user_errors(paths: tuple[Path, Path], name: st
         LLM(paths[0], **arguments)  # type: ignore[arg-type]
 
 
+def test_a_context_beyond_the_checkpoint_is_refused(paths: tuple[Path, Path]) -> None:
+    with pytest.raises(ConfigError, match="max_model_len=4097 exceeds the 4096 positions"):
+        LLM(paths[0], max_model_len=4097)
+
+
 @pytest.mark.parametrize("speculation", [1.5, None, [], True, "x", 10**30])
 def test_speculation_of_another_type_is_refused(paths: tuple[Path, Path], speculation: object) -> None:
     with pytest.raises(ConfigError, match="speculation="):
