@@ -50,16 +50,19 @@ def run_bench_ab(command: BenchAb) -> int:
     console.print(cell_table(cells))
     if "spec" in arms:
         console.print(round_table(cells))
+    row_settings = dataclasses.asdict(command)
     row = {
         "environment": environment(),
-        "settings": dataclasses.asdict(command),
+        "settings": row_settings,
         "prompts_sha256": prompt_set.sha256,
         "cells": cells_to_json(cells),
     }
     if output is not None:
         write_output(output, json.dumps(row, indent=1, allow_nan=False))
     if command.record:
-        append_row(LEDGER, row)
+        # The ledger is shared: where a file lay on this machine says nothing to others, its hash does.
+        named = {key: Path(value).name for key in ("model", "drafter", "prompts") if (value := row_settings[key])}
+        append_row(LEDGER, row | {"settings": row_settings | named | {"json": ""}})
     all_same = all(cell.identical for cell in cells)
     if not all_same:
         logger.error("outputs DIFFER between arms or repeats: see `identical`; this must not happen")
