@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--text-share", type=float, default=0.4)
-    parser.add_argument("--copy-share", type=float, default=0.2)
+    parser.add_argument("--copy-share", type=float, default=0.0)
     parser.add_argument("--init", type=Path, help="weights to start from: a checkpoint.pt or an exported model")
     run(parser.parse_args())
 
