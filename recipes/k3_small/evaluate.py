@@ -11,19 +11,19 @@ Usage: ``python recipes/k3_small/evaluate.py models/k3-small PROMPTS.jsonl OUT.j
 import argparse
 import json
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from answering import answer_all, plain_engine
 
 from outrider.batch import ForwardBatch, TargetOutput
 from outrider.bench.loops import ends_in_loop
 from outrider.cache.cache_set import CacheSet
-from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
 from outrider.models.registry import load_target
-from outrider.request import Request, RequestUsage, SamplingParams
+from outrider.request import RequestUsage, SamplingParams
 from outrider.tokenizer import Tokenizer, answer_stop_ids, load_tokenizer
 
 NUM_SEATS, MAX_POSITIONS = 16, 4096
@@ -47,13 +47,13 @@ class EntropyMeter:
         return output
 
 
-@dataclass(slots=True)
-class Answer:
-    """One prompt's greedy output."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowAnswer:
+    """The greedy output of one row of a prompt file."""
 
     row: dict
-    token_ids: list[int] = field(default_factory=list)
-    usage: RequestUsage | None = None
+    token_ids: list[int]
+    usage: RequestUsage | None
 
 
 def read_rows(path: Path, num_prompts: int) -> dict[str, list[dict]]:
@@ -70,25 +70,19 @@ def read_rows(path: Path, num_prompts: int) -> dict[str, list[dict]]:
     return chosen
 
 
-def answer_rows(engine, rows: list[dict], tokenizer: Tokenizer, limit: int) -> list[Answer]:  # type: ignore[no-untyped-def]
+def answer_rows(engine: Engine, rows: list[dict], tokenizer: Tokenizer, limit: int) -> list[RowAnswer]:
     """Greedy answers in the chat form, stopped at the end of the response channel."""
-    answers = {}
-    stop = answer_stop_ids(tokenizer)
-    for index, row in enumerate(rows):
-        ids = tokenizer.render_chat([{"role": "user", "content": row["turns"][0]}])
-        if len(ids) + limit > MAX_POSITIONS:
-            continue
-        answers[str(index)] = Answer(row)
-        sampling = SamplingParams(max_tokens=limit, stop_token_ids=stop)
-        engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(ids), sampling=sampling))
-    while engine.has_work:
-        for update in engine.step():
-            answers[update.request_id].token_ids += update.new_token_ids
-            answers[update.request_id].usage = update.usage
-    return list(answers.values())
+    rendered = [tokenizer.render_chat([{"role": "user", "content": row["turns"][0]}]) for row in rows]
+    fitting = [(row, ids) for row, ids in zip(rows, rendered, strict=True) if len(ids) + limit <= MAX_POSITIONS]
+    sampling = SamplingParams(max_tokens=limit, stop_token_ids=answer_stop_ids(tokenizer))
+    answers = answer_all(engine, [ids for _, ids in fitting], sampling)
+    return [
+        RowAnswer(row=row, token_ids=answer.token_ids, usage=answer.usage)
+        for (row, _), answer in zip(fitting, answers, strict=True)
+    ]
 
 
-def is_right(answer: Answer, tokenizer: Tokenizer) -> bool:
+def is_right(answer: RowAnswer, tokenizer: Tokenizer) -> bool:
     """Whether the reference stands in the answer (whole, or as a number for needle questions)."""
     text = tokenizer.decode(answer.token_ids).strip()
     references = [reference.strip() for reference in answer.row["reference"]]
@@ -97,7 +91,7 @@ def is_right(answer: Answer, tokenizer: Tokenizer) -> bool:
     return text in references
 
 
-def summarise(answers: list[Answer], tokenizer: Tokenizer) -> dict[str, object]:
+def summarise(answers: list[RowAnswer], tokenizer: Tokenizer) -> dict[str, object]:
     """Figures of one tier."""
     looping = [ends_in_loop(answer.token_ids) for answer in answers]
     graded = [is_right(answer, tokenizer) for answer in answers if answer.row.get("reference")]
@@ -107,7 +101,7 @@ def summarise(answers: list[Answer], tokenizer: Tokenizer) -> dict[str, object]:
         if not loops and len(answer.token_ids) >= LONG_ENOUGH
     ]
 
-    def tokens_per_round(some: list[Answer]) -> float | None:
+    def tokens_per_round(some: list[RowAnswer]) -> float | None:
         rounds = sum(answer.usage.num_rounds for answer in some if answer.usage)
         # The first token comes with the prompt; an answer may also stop before it.
         tokens = sum(max(len(answer.token_ids) - 1, 0) for answer in some)
@@ -129,16 +123,14 @@ def summarise(answers: list[Answer], tokenizer: Tokenizer) -> dict[str, object]:
     }
 
 
-def plain_engine(meter: EntropyMeter) -> Engine:
+def metered_engine(meter: EntropyMeter) -> Engine:
     """An engine without a drafter around a metered target."""
-    config = resolve_config(
-        EngineLimits(),
-        max_num_seqs=NUM_SEATS,
-        max_model_len=MAX_POSITIONS,
-        num_draft_tokens=0,
+    return plain_engine(
+        meter,
         chunk_multiple=meter.target.chunk_multiple,
+        num_seats=NUM_SEATS,
+        max_model_len=MAX_POSITIONS,
     )
-    return build_engine(meter, None, config, device=torch.device("cpu"))
 
 
 def pair_engine(arguments: argparse.Namespace) -> Engine:
@@ -154,7 +146,7 @@ def evaluate(arguments: argparse.Namespace) -> dict[str, object]:
     result: dict[str, object] = {"prompts": arguments.prompts.name, "max_tokens": arguments.max_tokens}
     for tier, rows in read_rows(arguments.prompts, arguments.num_prompts).items():
         meter = EntropyMeter(target)
-        engine = pair_engine(arguments) if arguments.drafter else plain_engine(meter)
+        engine = pair_engine(arguments) if arguments.drafter else metered_engine(meter)
         answers = answer_rows(engine, rows, tokenizer, arguments.max_tokens)
         figures = summarise(answers, tokenizer)
         if not arguments.drafter:

@@ -22,14 +22,14 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from answering import answer_all, plain_engine
 from config import MAX_POSITIONS, SPECIAL_IDS
 from rollouts import PromptSource
 from train_target import Mixture, Trainer, weighted_loss
 
 from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
-from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.models.registry import load_target
-from outrider.request import Request, SamplingParams
+from outrider.request import SamplingParams
 from outrider.tokenizer import Tokenizer, load_tokenizer
 from outrider.training.export import write_target
 
@@ -56,22 +56,9 @@ def answers(trainer: Trainer, asked: list[list[int]], stop_ids: tuple[int, ...])
     with tempfile.TemporaryDirectory() as folder:
         write_target(trainer.model, Path(folder), max_positions=MAX_POSITIONS, special_ids=SPECIAL_IDS)
         target = load_target(Path(folder), dtype=torch.bfloat16)
-    config = resolve_config(
-        EngineLimits(max_prefill_tokens=1024),
-        max_num_seqs=SEATS,
-        max_model_len=LENGTH + 64,
-        num_draft_tokens=0,
-        chunk_multiple=target.chunk_multiple,
-    )
-    engine = build_engine(target, None, config, device=torch.device("cpu"))
-    outputs: list[list[int]] = [[] for _ in asked]
-    for index, prompt in enumerate(asked):
-        sampling = SamplingParams(max_tokens=ANSWER_LENGTH, stop_token_ids=stop_ids)
-        engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(prompt), sampling=sampling))
-    while engine.has_work:
-        for update in engine.step():
-            outputs[int(update.request_id)] += update.new_token_ids
-    return outputs
+    engine = plain_engine(target, chunk_multiple=target.chunk_multiple, num_seats=SEATS, max_model_len=LENGTH + 64)
+    sampling = SamplingParams(max_tokens=ANSWER_LENGTH, stop_token_ids=stop_ids)
+    return [answer.token_ids for answer in answer_all(engine, asked, sampling)]
 
 
 def unlikelihood(trainer: Trainer, rows: list[tuple[list[int], list[bool]]]) -> torch.Tensor:

@@ -18,13 +18,13 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
+from answering import answer_all, plain_engine
 
 from outrider.batch import ForwardBatch, TargetOutput
 from outrider.bench.loops import ends_in_loop
 from outrider.cache.cache_set import CacheSet
-from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.models.registry import load_target
-from outrider.request import Request, SamplingParams
+from outrider.request import SamplingParams
 from outrider.tokenizer import Tokenizer, load_tokenizer
 
 CONTINUATION_SHARE = 0.08  # raw text prompts, no chat form
@@ -134,29 +134,19 @@ def roll(arguments: argparse.Namespace) -> None:
     writer = Writer(arguments.out)
     started = time.monotonic() - writer.counts["seconds"]
     stop_ids = tuple(sorted({tokenizer.special_token_id("<|end_of_msg|>"), tokenizer.special_token_id("[EOS]")}))
-    config = resolve_config(
-        EngineLimits(max_prefill_tokens=1024),
-        max_num_seqs=arguments.seats,
-        max_model_len=MAX_PROMPT + 512,
-        num_draft_tokens=0,
-        chunk_multiple=target.chunk_multiple,
-    )
+    limit = SamplingParams(max_tokens=arguments.max_tokens, stop_token_ids=stop_ids)
     while time.monotonic() - started < arguments.minutes * 60:
         number = writer.counts["batches"]
         sampled = SampledTarget(target, TEMPERATURES[number % len(TEMPERATURES)], seed=number)
-        engine = build_engine(sampled, None, config, device=torch.device("cpu"))
+        engine = plain_engine(
+            sampled,
+            chunk_multiple=target.chunk_multiple,
+            num_seats=arguments.seats,
+            max_model_len=MAX_PROMPT + 512,
+        )
         asked = source.draw(f"{arguments.seed}/{number}", arguments.batch, MAX_PROMPT)
-        outputs: list[list[int]] = [[] for _ in asked]
-        for index, ids in enumerate(asked):
-            limit = SamplingParams(max_tokens=arguments.max_tokens, stop_token_ids=stop_ids)
-            engine.submit(Request(request_id=str(index), prompt_token_ids=tuple(ids), sampling=limit))
-        while engine.has_work:
-            for update in engine.step():
-                index = int(update.request_id)
-                outputs[index] += update.new_token_ids
-                if update.finish_reason is not None:
-                    stop = update.stop_reason if isinstance(update.stop_reason, int) else None
-                    writer.add(asked[index], outputs[index], stop)
+        for prompt, answer in zip(asked, answer_all(engine, asked, limit), strict=True):
+            writer.add(prompt, answer.token_ids, answer.stop_id)
         writer.finish_batch(round(time.monotonic() - started))
         print(writer.counts, file=sys.stderr, flush=True)
 

@@ -65,6 +65,11 @@ class KdaAttention(nn.Module):
         mixed_THW = gated_rms_norm(out_THW, self.o_norm.weight, gate.reshape(heads), self.eps)
         return self.linear(mixed_THW.flatten(1), self.o_proj)
 
+    def _carried(self, slots_S: torch.Tensor, caches: TargetCaches) -> tuple[torch.Tensor, torch.Tensor]:
+        """Committed conv window ``[S, W, C]`` and state ``[S, H, W, K]`` of the slots."""
+        window_SWC = caches.recurrent.conv_window(self.cache_index).index_select(0, slots_S)
+        return window_SWC, caches.recurrent.state(self.cache_index).index_select(0, slots_S)
+
     def _convolved(
         self, group: GroupIndex, inputs_TC: torch.Tensor, window_SWC: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
@@ -82,8 +87,7 @@ class KdaAttention(nn.Module):
     ) -> torch.Tensor:
         """Prompt rows: chunkwise form, state and window committed at once."""
         slots_S = group.state_slots_S
-        window_SWC = caches.recurrent.conv_window(self.cache_index).index_select(0, slots_S)
-        state_SHWK = caches.recurrent.state(self.cache_index).index_select(0, slots_S)
+        window_SWC, state_SHWK = self._carried(slots_S, caches)
         q, k, v = self._convolved(group, inputs_TC, window_SWC)
         result = kda_chunk(q, k, v, decay_THK, beta_TH, state_SHWK, group.layout, chunk_size=KDA_CHUNK)
         window_SWC = window_after_spans(window_SWC, inputs_TC, group.layout)
@@ -101,8 +105,7 @@ class KdaAttention(nn.Module):
     ) -> torch.Tensor:
         """Decode and verify rows: per-token form, everything logged, nothing committed."""
         slots_S = group.state_slots_S
-        window_SWC = caches.recurrent.conv_window(self.cache_index).index_select(0, slots_S)
-        state_SHWK = caches.recurrent.state(self.cache_index).index_select(0, slots_S)
+        window_SWC, state_SHWK = self._carried(slots_S, caches)
         q, k, v = self._convolved(group, inputs_TC, window_SWC)
         result = kda_recurrent(q, k, v, decay_THK, beta_TH, state_SHWK, group.layout)
         log = result.log
