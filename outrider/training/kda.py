@@ -3,7 +3,6 @@
 Dims: B sequences, T tokens, D width, H heads, K key width, W value width, C chunk rows, N chunks.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,9 +11,7 @@ from torch import nn
 from outrider.training.fused import conv_silu, gated_norm, kda_chunk_factors, kda_inputs
 from outrider.training.layers import Norm, TrainConfig, linear
 
-__all__ = ["KdaAttention", "chunked_delta_rule", "seed_copy_heads", "seed_previous_token_head"]
-
-COPY_GAIN = 3.0  # of a seeded copy head's output projection
+__all__ = ["KdaAttention", "chunked_delta_rule"]
 
 
 class KdaAttention(nn.Module):
@@ -66,39 +63,6 @@ class KdaAttention(nn.Module):
         out = chunked_delta_rule(q, k, v, log_decay, beta.view(heads[:3]), self.chunk)
         out = gated_norm(out.reshape(rows), self.o_norm.weight, self.g_proj(x).view(rows), self.eps)
         return self.o_proj(out.reshape(x.shape[0], length, -1))
-
-
-@torch.no_grad()
-def seed_copy_heads(layer: KdaAttention, heads: Sequence[int]) -> None:
-    """Start ``heads`` as induction heads that write what they read.
-
-    Keys are the previous token's queries, so ``S^T q_t`` holds the value that followed earlier
-    occurrences of token t; values go in and come out through the same orthonormal directions; the
-    memory is long. From a random start a few million tokens do not find any of this: early
-    training learns to forget fast, and then nothing is left to copy from.
-    """
-    for head in heads:
-        rows = slice(head * layer.head_dim, (head + 1) * layer.head_dim)
-        layer.k_proj.weight[rows] = layer.q_proj.weight[rows]
-        taps_of = ((layer.q_conv1d_weight, -1), (layer.k_conv1d_weight, -2), (layer.v_conv1d_weight, -1))
-        for taps, position in taps_of:
-            taps[rows] = 0.0
-            taps[rows, :, position] = 1.0
-        directions = nn.init.orthogonal_(torch.empty(layer.head_dim, layer.v_proj.weight.shape[1]))
-        layer.v_proj.weight[rows] = directions
-        layer.o_proj.weight[:, rows] = COPY_GAIN * directions.T
-        layer.dt_bias[rows] = torch.linspace(-12.0, -6.5, layer.head_dim)
-
-
-@torch.no_grad()
-def seed_previous_token_head(layer: KdaAttention, head: int) -> None:
-    """Start ``head`` as a previous-token head: it reads back the value just written, one late."""
-    rows = slice(head * layer.head_dim, (head + 1) * layer.head_dim)
-    layer.k_proj.weight[rows] = layer.q_proj.weight[rows]
-    taps_of = ((layer.q_conv1d_weight, -1), (layer.k_conv1d_weight, -1), (layer.v_conv1d_weight, -2))
-    for taps, position in taps_of:
-        taps[rows] = 0.0
-        taps[rows, :, position] = 1.0
 
 
 def to_chunks(x: torch.Tensor, chunk: int) -> torch.Tensor:

@@ -17,13 +17,11 @@ from torch import nn
 
 from outrider.training.fused import attention_residual_mix, situ
 from outrider.training.grouped import grouped_linear
-from outrider.training.kda import KdaAttention, seed_copy_heads, seed_previous_token_head
+from outrider.training.kda import KdaAttention
 from outrider.training.layers import Norm, TrainConfig, linear
 from outrider.training.quantisation import fake_mxfp4
 
 __all__ = ["KimiK3ForTraining", "TrainConfig"]
-
-TIED_HEAD_SCALE = 0.06  # of the head's start, as a multiple of the embedding
 
 
 class MlaAttention(nn.Module):
@@ -218,18 +216,6 @@ class KimiK3ForTraining(nn.Module):
         for layer in self.layers:
             assert isinstance(layer, Layer), type(layer)
             yield layer
-
-    def seed_copying(self) -> None:
-        """Start most KDA heads as copy heads, one as previous-token head, and the head as the embedding.
-
-        With the head's rows along the embedding's, a copied token's direction already means that token.
-        """
-        kda = [layer.self_attn for layer in self.walk() if isinstance(layer.self_attn, KdaAttention)]
-        for index, layer in enumerate(kda):
-            seed_copy_heads(layer, (0, 1) if index < 3 else (0,))
-        seed_previous_token_head(kda[0], kda[0].heads - 1)
-        with torch.no_grad():
-            self.lm_head.weight.copy_(TIED_HEAD_SCALE * self.embed_tokens.weight)
 
     def forward(self, token_ids: torch.Tensor, taps: Sequence[int] = ()) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Token ids [B, T] -> final normed hidden [B, T, D] and the tapped mixtures.

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -24,12 +23,13 @@ from config import K3_SMALL
 
 from outrider.training.export import read_target
 from outrider.training.kimi_k3 import KimiK3ForTraining
+from outrider.training.losses import HeadCrossEntropy
 from outrider.training.muon import Muon
+from outrider.training.seeding import pinned_slices, seed_copying
 
-PROMPT_WEIGHT = 0.1  # loss weight of the user's tokens in a conversation
-LENGTHS = ((0.60, 512), (0.88, 1024), (1.01, 2048))  # row length until this share of the budget
+PROMPT_WEIGHT = 0.3  # loss weight of the user's tokens in a conversation
+LENGTHS = ((0.35, 512), (0.88, 1024), (1.01, 2048))  # row length until this share of the budget
 BALANCE_RATE = 0.002
-COPY_UNTIL = 0.7  # share of the budget after which copy rows become rare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,12 +44,12 @@ class Rows:
 class Mixture:
     """Draws rows of plain text and of packed conversations, by a seed and a step number."""
 
-    def __init__(self, data: Path, text_share: float, copy_share: float = 0.0, prefix: str = "tasks") -> None:
+    def __init__(self, data: Path, text_share: float, prefix: str = "tasks") -> None:
         self.text = np.memmap(data / "text.bin", np.uint16, mode="r")
         self.ids = np.memmap(data / f"{prefix}.ids.bin", np.uint16, mode="r")
         self.answer = np.memmap(data / f"{prefix}.answer.bin", np.uint8, mode="r")
         self.offsets = np.load(data / f"{prefix}.offsets.npy")
-        self.text_share, self.copy_share = text_share, copy_share
+        self.text_share = text_share
 
     def text_row(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
         """A random slice of the corpus; every target counts."""
@@ -68,31 +68,13 @@ class Mixture:
             missing -= end - start
         return np.concatenate(pieces), np.concatenate(weights)[1:].astype(np.float32)
 
-    def copy_row(self, rng: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """A short segment over and over: text, or random ids whose first occurrence cannot be learnt.
-
-        The densest lesson in copying there is; without it a few million tokens of tasks teach none.
-        """
-        size = int(rng.integers(8, 120))
-        from_text = rng.random() < 0.5
-        start = int(rng.integers(0, len(self.text) - size))
-        segment = self.text[start : start + size] if from_text else rng.integers(256, 8176, size).astype(np.uint16)
-        weights = np.ones(length, np.float32)
-        weights[: size - 1] = float(from_text)
-        return np.resize(segment, length + 1), weights
-
     def batch(self, seed: int, length: int, num_tokens: int) -> Rows:
         """A batch of ``num_tokens`` in rows of ``length``, the same for the same seed."""
         rng = np.random.default_rng(seed)
         rows = []
         for _ in range(num_tokens // length):
-            draw = rng.random()
-            if draw < self.text_share:
-                rows.append(self.text_row(rng, length))
-            elif draw < self.text_share + self.copy_share:
-                rows.append(self.copy_row(rng, length))
-            else:
-                rows.append(self.task_row(rng, length))
+            draw = self.text_row if rng.random() < self.text_share else self.task_row
+            rows.append(draw(rng, length))
         ids = torch.from_numpy(np.stack([ids.astype(np.int64) for ids, _ in rows]))
         weights = torch.from_numpy(np.stack([weights for _, weights in rows]))
         return Rows(inputs=ids[:, :-1].contiguous(), targets=ids[:, 1:], weights=weights)
@@ -101,10 +83,9 @@ class Mixture:
 def weighted_loss(model: KimiK3ForTraining, rows: Rows) -> torch.Tensor:
     """Weighted mean cross entropy, in nats per token."""
     hidden, _ = model(rows.inputs)
-    logits = model.lm_head(hidden.flatten(0, 1))
-    losses = F.cross_entropy(logits, rows.targets.flatten(), reduction="none")
     weights = rows.weights.flatten()
-    return (losses * weights).sum() / weights.sum()
+    weights = weights / weights.sum()
+    return HeadCrossEntropy.apply(hidden.flatten(0, 1), model.lm_head.weight, rows.targets.flatten(), weights)
 
 
 def learning_rate_scale(progress: float) -> float:
@@ -144,10 +125,11 @@ class Trainer:
         self.out, self.lr = out, lr
         torch.manual_seed(0)
         self.model = KimiK3ForTraining(K3_SMALL)
-        self.model.seed_copying()
+        seed_copying(self.model)
         self.optimizers = optimizers(self.model)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         out.mkdir(parents=True, exist_ok=True)
+        self.pinned = pinned_slices(self.model)
         if (out / "checkpoint.pt").exists():
             self.load(out / "checkpoint.pt")
 
@@ -157,11 +139,13 @@ class Trainer:
             read_target(self.model, path)
         else:
             self.model.load_state_dict(torch.load(path, weights_only=True)["model"])
+        self.pinned = pinned_slices(self.model)
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of this script (our own file: tensors and numbers only)."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
+        self.pinned = pinned_slices(self.model)
         for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
@@ -188,6 +172,9 @@ class Trainer:
         for optimizer, _ in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for view, value in self.pinned:
+                view.copy_(value)
         for layer in self.model.walk():
             if not layer.is_dense:
                 layer.block_sparse_moe.gate.balance(BALANCE_RATE * scale)
@@ -213,7 +200,7 @@ def run(arguments: argparse.Namespace) -> None:
     trainer = Trainer(arguments.out, arguments.lr)
     if arguments.init and trainer.step == 0:
         trainer.start_from(arguments.init)
-    mixture = Mixture(arguments.data, arguments.text_share, arguments.copy_share)
+    mixture = Mixture(arguments.data, arguments.text_share)
     valid = Mixture(arguments.valid, 1.0)
     log = (arguments.out / "log.jsonl").open("a")
     budget = arguments.minutes * 60
@@ -222,7 +209,6 @@ def run(arguments: argparse.Namespace) -> None:
         started = time.perf_counter()
         progress = trainer.seconds / budget
         length = next(length for until, length in LENGTHS if progress < until)
-        mixture.copy_share = arguments.copy_share if progress < COPY_UNTIL else arguments.copy_share / 5
         rows = mixture.batch(1000 + trainer.step, length, arguments.batch_tokens)
         loss = trainer.apply(weighted_loss(trainer.model, rows), learning_rate_scale(progress))
         smooth = loss if math.isnan(smooth) else 0.97 * smooth + 0.03 * loss
@@ -252,7 +238,6 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--batch-tokens", type=int, default=4096)
     parser.add_argument("--text-share", type=float, default=0.4)
-    parser.add_argument("--copy-share", type=float, default=0.0)
     parser.add_argument("--init", type=Path, help="weights to start from: a checkpoint.pt or an exported model")
     run(parser.parse_args())
 
