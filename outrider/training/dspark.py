@@ -22,6 +22,7 @@ __all__ = [
     "DrafterLayer",
     "DrafterMlp",
     "DrafterOutput",
+    "DrafterRows",
     "MarkovHead",
     "block_mask",
     "rotary",
@@ -65,6 +66,15 @@ class DrafterOutput:
     """Rows' Markov-corrected logits [B, R, V] and confidence logits [B, R]."""
 
     logits_BRV: torch.Tensor
+    confidence_BR: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterRows:
+    """What the heads read: hidden rows [B, R, D], Markov embedding of the token before each [B, R, M]."""
+
+    hidden_BRD: torch.Tensor
+    previous_BRM: torch.Tensor
     confidence_BR: torch.Tensor
 
 
@@ -191,6 +201,12 @@ class DSparkForTraining(nn.Module):
 
     def forward(self, taps_BTC: torch.Tensor, blocks: Blocks, embed: nn.Embedding) -> DrafterOutput:
         """``taps_BTC`` [B, T, m * D] (taps side by side) and the blocks of each sequence."""
+        rows = self.rows(taps_BTC, blocks, embed)
+        logits = self.lm_head(rows.hidden_BRD) + self.markov_head.markov_w2(rows.previous_BRM)
+        return DrafterOutput(logits_BRV=logits, confidence_BR=rows.confidence_BR)
+
+    def rows(self, taps_BTC: torch.Tensor, blocks: Blocks, embed: nn.Embedding) -> DrafterRows:
+        """Everything up to the vocabulary; arguments as for ``forward``."""
         config, num_tokens = self.config, taps_BTC.shape[1]
         context = self.hidden_norm(self.fc(taps_BTC))
         offsets = torch.arange(config.block_rows)
@@ -206,6 +222,5 @@ class DSparkForTraining(nn.Module):
             x = layer(x, context, tables, mask)
         hidden = self.norm(x)
         previous = self.markov_head.markov_w1(blocks.previous_BR)
-        logits = self.lm_head(hidden) + self.markov_head.markov_w2(previous)
         confidence = self.confidence_head.proj(torch.cat((hidden, previous), -1)).squeeze(-1)
-        return DrafterOutput(logits_BRV=logits, confidence_BR=confidence)
+        return DrafterRows(hidden_BRD=hidden, previous_BRM=previous, confidence_BR=confidence)

@@ -42,6 +42,7 @@ K3_SMALL_DSPARK = DrafterConfig(
     mask_token_id=MASK_TOKEN_ID,
     aux_layer_ids=(1, 3, 5),
     target_vocab_size=8192,
-    draft_vocab_size=4096,
+    draft_vocab_size=6144,  # 99 % of the answers' tokens; 4,096 cover 96.5 %
     markov_rank=64,
+    rope_theta=1e8,  # over half of the rotary pairs hardly turn: matching content at any distance
 )

@@ -13,7 +13,6 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -22,18 +21,14 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from answering import answer_all, plain_engine
-from config import MAX_POSITIONS, SPECIAL_IDS
 from rollouts import PromptSource
 from train_target import Mixture, Trainer, weighted_loss
 
 from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
-from outrider.models.registry import load_target
-from outrider.request import SamplingParams
 from outrider.tokenizer import Tokenizer, load_tokenizer
-from outrider.training.export import write_target
+from outrider.training.lockstep import LockstepModel, answer_all
 
-LENGTH, ANSWER_LENGTH, SEATS, STEPS_PER_ROUND = 384, 160, 48, 16
+LENGTH, ANSWER_LENGTH, SEATS, STEPS_PER_ROUND = 384, 160, 96, 24
 SHORTEST_RUN = 5  # repeated tokens before a loop is one: "1000" is not
 ROWS = 6  # looping rows per step; always as many, so that shapes never change
 ORDINARY_LENGTHS = (512, 512, 1024, 2048)  # in turn
@@ -52,13 +47,15 @@ def repeated(token_ids: list[int]) -> list[bool]:
 
 
 def answers(trainer: Trainer, asked: list[list[int]], stop_ids: tuple[int, ...]) -> list[list[int]]:
-    """Greedy outputs of the current weights, in the engine."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_target(trainer.model, Path(folder), max_positions=MAX_POSITIONS, special_ids=SPECIAL_IDS)
-        target = load_target(Path(folder), dtype=torch.bfloat16)
-    engine = plain_engine(target, chunk_multiple=target.chunk_multiple, num_seats=SEATS, max_model_len=LENGTH + 64)
-    sampling = SamplingParams(max_tokens=ANSWER_LENGTH, stop_token_ids=stop_ids)
-    return [answer.token_ids for answer in answer_all(engine, asked, sampling)]
+    """Greedy outputs of the current weights."""
+    trainer.model.eval()
+    lockstep = LockstepModel(trainer.model, SEATS, LENGTH)
+    prompts = [(prompt, 0.0) for prompt in asked]
+    generator = torch.Generator()
+    found = answer_all(lockstep, prompts, max_tokens=ANSWER_LENGTH, stop_ids=stop_ids, generator=generator)
+    outputs = {answer.index: answer.token_ids for answer in found}
+    trainer.model.train()
+    return [outputs[index] for index in range(len(asked))]
 
 
 def unlikelihood(trainer: Trainer, rows: list[tuple[list[int], list[bool]]]) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Let the trained target answer training prompts: the data a drafter learns from.
 
 A part of the prompts is answered greedily and a part at each given temperature; outputs that
-loop are dropped. Sampling adds Gumbel noise to the logits in front of the greedy engine, which
-draws exactly from softmax(logits / T).
+loop are dropped.
 
 Usage: ``python recipes/k3_small/rollouts.py models/k3-small TASKS.jsonl CORPUS.jsonl OUT_DIR
 --minutes 12``, again to go on after an interruption
@@ -13,42 +12,21 @@ import json
 import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 import torch
-from answering import answer_all, plain_engine
+from train_drafter import load_target
 
-from outrider.batch import ForwardBatch, TargetOutput
 from outrider.bench.loops import ends_in_loop
-from outrider.cache.cache_set import CacheSet
-from outrider.models.registry import load_target
-from outrider.request import SamplingParams
 from outrider.tokenizer import Tokenizer, load_tokenizer
+from outrider.training.lockstep import LockstepModel, answer_all
 
 CONTINUATION_SHARE = 0.08  # raw text prompts, no chat form
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # half greedy
-MAX_PROMPT = 2048
-
-
-class SampledTarget:
-    """A target whose greedy choice is a draw at ``temperature``."""
-
-    def __init__(self, target, temperature: float, seed: int) -> None:  # type: ignore[no-untyped-def]
-        self.target, self.temperature = target, temperature
-        self.generator = torch.Generator().manual_seed(seed)
-        self.vocab_size, self.cache_layouts = target.vocab_size, target.cache_layouts
-        self.set_aux_layers = target.set_aux_layers
-
-    def forward(self, batch: ForwardBatch, caches: CacheSet) -> TargetOutput:
-        """The target's logits over the temperature plus Gumbel noise."""
-        output = self.target.forward(batch, caches)
-        if self.temperature == 0:
-            return output
-        uniform = torch.rand(output.logits_NV.shape, generator=self.generator).clamp_(1e-9, 1 - 1e-7)
-        noisy = output.logits_NV.float() / self.temperature - (-uniform.log()).log()
-        return TargetOutput(logits_NV=noisy, aux_hidden_TAD=output.aux_hidden_TAD)
+LOOP_CHECK = 16  # output tokens between two looks for a loop
 
 
 class PromptSource:
@@ -125,30 +103,47 @@ class Writer:
         (self.out / "counts.json").write_text(json.dumps(self.counts) + "\n")
 
 
+def hopeless(output: list[int]) -> bool:
+    """Whether an output has run into a loop; looked at now and then only."""
+    return len(output) % LOOP_CHECK == 0 and ends_in_loop(output)
+
+
 def roll(arguments: argparse.Namespace) -> None:
-    """Answer prompts in batches, the temperatures in turn, until the minutes are spent."""
+    """Answer prompts in batches, the temperatures mixed, until the minutes are spent."""
     torch.set_num_threads(arguments.threads)
     tokenizer = load_tokenizer(arguments.model)
-    target = load_target(arguments.model, dtype=torch.bfloat16, device=torch.device("cpu"))
+    model = load_target(arguments.model)
     source = PromptSource(arguments.tasks, arguments.corpus, tokenizer)
     writer = Writer(arguments.out)
     started = time.monotonic() - writer.counts["seconds"]
     stop_ids = tuple(sorted({tokenizer.special_token_id("<|end_of_msg|>"), tokenizer.special_token_id("[EOS]")}))
-    limit = SamplingParams(max_tokens=arguments.max_tokens, stop_token_ids=stop_ids)
-    while time.monotonic() - started < arguments.minutes * 60:
-        number = writer.counts["batches"]
-        sampled = SampledTarget(target, TEMPERATURES[number % len(TEMPERATURES)], seed=number)
-        engine = plain_engine(
-            sampled,
-            chunk_multiple=target.chunk_multiple,
-            num_seats=arguments.seats,
-            max_model_len=MAX_PROMPT + 512,
-        )
-        asked = source.draw(f"{arguments.seed}/{number}", arguments.batch, MAX_PROMPT)
-        for prompt, answer in zip(asked, answer_all(engine, asked, limit), strict=True):
-            writer.add(prompt, answer.token_ids, answer.stop_id)
-        writer.finish_batch(round(time.monotonic() - started))
-        print(writer.counts, file=sys.stderr, flush=True)
+    # Several batches share the seats: a batch's last long answers would leave most of them idle.
+    number = writer.counts["batches"]
+
+    def prompts() -> Iterator[tuple[list[int], float]]:
+        batch = number
+        while time.monotonic() - started < arguments.minutes * 60:
+            asked = source.draw(f"{arguments.seed}/{batch}", arguments.seats, arguments.max_prompt)
+            for index, prompt in enumerate(asked):
+                yield prompt, TEMPERATURES[index % len(TEMPERATURES)]
+            batch += 1
+
+    lockstep = LockstepModel(model, arguments.seats, arguments.max_prompt + arguments.max_tokens)
+    generator = torch.Generator().manual_seed(arguments.seed * 100_003 + number)
+    answers = answer_all(
+        lockstep,
+        prompts(),
+        max_tokens=arguments.max_tokens,
+        stop_ids=stop_ids,
+        generator=generator,
+        give_up=hopeless,
+    )
+    for count, answer in enumerate(answers, 1):
+        writer.add(answer.prompt, answer.token_ids, answer.stop_id)
+        if count % arguments.seats == 0:
+            writer.finish_batch(round(time.monotonic() - started))
+            print(writer.counts, file=sys.stderr, flush=True)
+    writer.finish_batch(round(time.monotonic() - started))
 
 
 def main() -> None:
@@ -159,9 +154,9 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--minutes", type=float, default=12)
-    parser.add_argument("--batch", type=int, default=256)
-    parser.add_argument("--seats", type=int, default=64)
-    parser.add_argument("--max-tokens", type=int, default=320)
+    parser.add_argument("--seats", type=int, default=128, help="prompts answered side by side")
+    parser.add_argument("--max-prompt", type=int, default=1024)
+    parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=7)
     roll(parser.parse_args())

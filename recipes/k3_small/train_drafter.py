@@ -27,13 +27,21 @@ from train_target import learning_rate_scale
 from outrider.training.dspark import Blocks, DSparkForTraining
 from outrider.training.export import read_drafter, read_target
 from outrider.training.kimi_k3 import KimiK3ForTraining
-from outrider.training.losses import DrafterLosses, drafter_losses, row_decay
+from outrider.training.losses import (
+    CONFIDENCE_WEIGHT,
+    DraftHeadLoss,
+    confidence_loss,
+    row_decay,
+    teacher_head,
+)
 from outrider.training.muon import Muon
+from outrider.training.seeding_dspark import seed_drafter
 
 LENGTHS = ((0.70, 512), (0.90, 1024), (1.01, 2048))  # row length until this share of the budget
 MAX_LENGTH = 2048
 MIN_OUTPUTS = 16  # output tokens a row needs
 VALID_SHARE = 0.03  # of the rollouts, the last ones
+SEED_ROWS = 32  # conversations the seeded drafter is fitted to
 
 
 class Rollouts:
@@ -155,7 +163,8 @@ def load_target(path: Path) -> KimiK3ForTraining:
 class Step:
     """Losses of one batch and the teacher-forced greedy agreement per row."""
 
-    losses: DrafterLosses
+    loss: torch.Tensor
+    distance: float
     agreement_BR: torch.Tensor
     weights_BR: torch.Tensor
 
@@ -178,6 +187,9 @@ class DrafterTrainer:
         self.drafter = DSparkForTraining(K3_SMALL_DSPARK)
         with torch.no_grad():
             self.drafter.lm_head.weight.copy_(self.target.lm_head.weight[self.draft_ids])
+        sample = self.rollouts.rows(np.random.default_rng(0), 512, SEED_ROWS, valid=False)
+        tap_width = len(K3_SMALL_DSPARK.aux_layer_ids) * K3_SMALL.hidden_size
+        seed_drafter(self.drafter, self.target, sample.ids, sample.features[..., :tap_width])
         matrices = [p for n, p in self.drafter.named_parameters() if n.startswith(("layers", "fc")) and p.ndim == 2]
         chosen = {id(p) for p in matrices}
         others = [p for p in self.drafter.parameters() if id(p) not in chosen]
@@ -190,6 +202,9 @@ class DrafterTrainer:
             self.load()
         elif arguments.init:
             self.draft_ids = read_drafter(self.drafter, arguments.init)
+        self.teacher_head = teacher_head(self.target.lm_head.weight, self.draft_ids)
+        self.to_draft = torch.full((K3_SMALL.vocab_size,), -1, dtype=torch.int64)
+        self.to_draft[self.draft_ids] = torch.arange(len(self.draft_ids))
 
     def load(self) -> None:
         """Continue from our own checkpoint."""
@@ -217,27 +232,30 @@ class DrafterTrainer:
         blocks = sample_blocks(batch.ids, batch.answer, num_anchors, seed)
         width = len(K3_SMALL_DSPARK.aux_layer_ids) * K3_SMALL.hidden_size
         context, hidden = batch.features[..., :width], batch.features[..., width:]
-        with torch.no_grad():
-            before = (blocks.anchors_BA.unsqueeze(-1) + torch.arange(K3_SMALL_DSPARK.block_rows)).flatten(1)
-            before = before.clamp_max(batch.ids.shape[1] - 1)
-            picked = hidden.gather(1, before.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])).flatten(0, 1)
-            logits = self.target.lm_head(picked)
-            log_norm = logits.logsumexp(-1, keepdim=True)
-            teacher = (logits[:, self.draft_ids] - log_norm).exp()
-        out = self.drafter(context, blocks, self.target.embed_tokens)
-        to_draft = torch.full((K3_SMALL.vocab_size,), -1, dtype=torch.int64)
-        to_draft[self.draft_ids] = torch.arange(len(self.draft_ids))
-        labels = to_draft[blocks.labels_BR.flatten()]
+        before = (blocks.anchors_BA.unsqueeze(-1) + torch.arange(K3_SMALL_DSPARK.block_rows)).flatten(1)
+        before = before.clamp_max(batch.ids.shape[1] - 1)
+        taught = hidden.gather(1, before.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])).flatten(0, 1)
+        rows = self.drafter.rows(context, blocks, self.target.embed_tokens)
         weights = blocks.weights_BR.flatten()
-        losses = drafter_losses(
-            out.logits_BRV.flatten(0, 1),
-            out.confidence_BR.flatten(),
-            teacher,
-            labels,
-            weights * row_decay(len(weights), K3_SMALL_DSPARK.block_rows),
+        weights = weights * row_decay(len(weights), K3_SMALL_DSPARK.block_rows)
+        weights = weights / weights.sum().clamp_min(1e-6)
+        loss, distance, agreement = DraftHeadLoss.apply(
+            rows.hidden_BRD.flatten(0, 1),
+            rows.previous_BRM.flatten(0, 1),
+            self.drafter.lm_head.weight,
+            self.drafter.markov_head.markov_w2.weight,
+            taught,
+            self.teacher_head,
+            self.to_draft[blocks.labels_BR.flatten()],
+            weights,
         )
-        agreement = self.draft_ids[out.logits_BRV.detach().argmax(-1)] == logits.argmax(-1).view_as(blocks.labels_BR)
-        return Step(losses=losses, agreement_BR=agreement, weights_BR=blocks.weights_BR)
+        confidence = confidence_loss(rows.confidence_BR.flatten(), distance, weights)
+        return Step(
+            loss=loss + CONFIDENCE_WEIGHT * confidence,
+            distance=float((distance * weights).sum()),
+            agreement_BR=agreement.view_as(blocks.labels_BR),
+            weights_BR=blocks.weights_BR,
+        )
 
     def train_step(self, batch: Batch, num_anchors: int, scale: float) -> Step:
         """One optimiser step."""
@@ -245,7 +263,7 @@ class DrafterTrainer:
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * scale * share
         result = self.forward(batch, num_anchors, self.step)
-        result.losses.total.backward()
+        result.loss.backward()
         torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         for optimizer in self.optimizers:
             optimizer.step()
@@ -285,10 +303,10 @@ def run(arguments: argparse.Namespace) -> None:
         result = trainer.train_step(rows, arguments.anchors // num_rows, learning_rate_scale(progress))
         trainer.step += 1
         trainer.seconds += time.perf_counter() - started
-        loss = float(result.losses.total)
+        loss = result.loss.item()
         smooth = loss if math.isnan(smooth) else 0.97 * smooth + 0.03 * loss
         record = {"step": trainer.step, "s": round(trainer.seconds, 1), "loss": round(loss, 4)}
-        record |= {"smooth": round(smooth, 4), "distance": round(float(result.losses.distance), 4), "length": length}
+        record |= {"smooth": round(smooth, 4), "distance": round(result.distance, 4), "length": length}
         if trainer.seconds - last_eval > 180 or trainer.seconds >= budget:
             record |= trainer.evaluate()
             last_eval = trainer.seconds

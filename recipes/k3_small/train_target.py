@@ -25,7 +25,7 @@ from outrider.training.export import read_target
 from outrider.training.kimi_k3 import KimiK3ForTraining
 from outrider.training.losses import HeadCrossEntropy
 from outrider.training.muon import Muon
-from outrider.training.seeding import pinned_slices, seed_copying
+from outrider.training.seeding import PinnedLags, seed_copying
 
 PROMPT_WEIGHT = 0.3  # loss weight of the user's tokens in a conversation
 LENGTHS = ((0.35, 512), (0.88, 1024), (1.01, 2048))  # row length until this share of the budget
@@ -129,7 +129,7 @@ class Trainer:
         self.optimizers = optimizers(self.model)
         self.step, self.tokens, self.seconds = 0, 0, 0.0
         out.mkdir(parents=True, exist_ok=True)
-        self.pinned = pinned_slices(self.model)
+        self.pinned = PinnedLags(self.model)
         if (out / "checkpoint.pt").exists():
             self.load(out / "checkpoint.pt")
 
@@ -139,13 +139,13 @@ class Trainer:
             read_target(self.model, path)
         else:
             self.model.load_state_dict(torch.load(path, weights_only=True)["model"])
-        self.pinned = pinned_slices(self.model)
+        self.pinned = PinnedLags(self.model)
 
     def load(self, path: Path) -> None:
         """Continue from a checkpoint of this script (our own file: tensors and numbers only)."""
         state = torch.load(path, weights_only=True)
         self.model.load_state_dict(state["model"])
-        self.pinned = pinned_slices(self.model)
+        self.pinned = PinnedLags(self.model)
         for (optimizer, _), saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
@@ -172,9 +172,7 @@ class Trainer:
         for optimizer, _ in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        with torch.no_grad():
-            for view, value in self.pinned:
-                view.copy_(value)
+        self.pinned.restore()
         for layer in self.model.walk():
             if not layer.is_dense:
                 layer.block_sparse_moe.gate.balance(BALANCE_RATE * scale)
