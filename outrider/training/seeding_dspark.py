@@ -26,14 +26,19 @@ FAST_PAIRS = 4  # rotary pairs that tell neighbouring positions apart
 NORM_GAIN = 2.0  # of query and key norms: sharp enough to single out one position
 FETCH_GAIN = 2.0
 COPY_GAIN = 4.0
+HEAD_SHARE = 0.1  # of the embedding in the head: a copied token is written as it was embedded
 RIDGE = 1e-2
 
 
 def fit_linear(inputs: torch.Tensor, outputs: torch.Tensor) -> torch.Tensor:
-    """Ridge regression ``outputs`` [N, O] on ``inputs`` [N, I]: weight [O, I], ready for a linear."""
-    gram = inputs.T @ inputs / len(inputs)
-    gram += RIDGE * gram.diagonal().mean() * torch.eye(len(gram))
-    return torch.linalg.solve(gram, inputs.T @ outputs / len(inputs)).T
+    """Ridge regression ``outputs`` [N, O] on ``inputs`` [N, I]: weight [O, I], ready for a linear.
+
+    Inputs are brought to one size first: in a residual stream some are a hundred times larger than others.
+    """
+    spread = inputs.square().mean(0).sqrt().clamp_min(1e-6)
+    scaled = inputs / spread
+    gram = scaled.T @ scaled / len(scaled) + RIDGE * torch.eye(scaled.shape[1])
+    return torch.linalg.solve(gram, scaled.T @ outputs / len(scaled)).T / spread
 
 
 class _Parts:
@@ -77,12 +82,14 @@ def _fit_context(
 def seed_drafter(
     drafter: "DSparkForTraining",
     target: "KimiK3ForTraining",
+    draft_ids: torch.Tensor,
     ids: torch.Tensor,
     taps: torch.Tensor,
 ) -> None:
     """Seed a drafter of two layers or more for the target it will serve.
 
-    ``ids`` [B, T] is a sample of text, ``taps`` [B, T, m * D] are the target's on it.
+    ``draft_ids`` [V] are the target ids of the draft vocabulary, ``ids`` [B, T] is a sample of text,
+    ``taps`` [B, T, m * D] are the target's on it.
     """
     embedding = target.embed_tokens.weight
     config = drafter.config
@@ -120,6 +127,5 @@ def seed_drafter(
         projection.weight[:size] = 0.0
         for part, end in zip(places, (half, size), strict=True):
             projection.weight[end - MATCH_WIDTH : end, part] = torch.eye(MATCH_WIDTH)
-    to_head = fit_linear(tokens, target.lm_head.weight)
-    write = to_head @ directions[:, parts.token].T
-    second.o_proj.weight[:, :size] = COPY_GAIN * write * size**0.5 / write.norm()
+    second.o_proj.weight[:, :size] = COPY_GAIN * directions.T
+    drafter.lm_head.weight[:, parts.token] += HEAD_SHARE * tokens[draft_ids]

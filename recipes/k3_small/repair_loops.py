@@ -1,5 +1,8 @@
 """Teach the trained target not to run into loops: unlikelihood on its own repetitions.
 
+Takes the place of the last part of ``train_target.py``'s falling learning rate: start it from a run
+stopped there, at the rate it had reached, so that ordinary loss and loops come down together.
+
 A small model's greedy output falls into loops that its training text never shows. Each round lets
 the model answer training prompts greedily, marks the tokens by which an output repeats itself, and
 takes a few steps that push those tokens' probability down (Welleck et al. 2020, sequence-level
@@ -31,7 +34,8 @@ from outrider.training.lockstep import LockstepModel, answer_all
 LENGTH, ANSWER_LENGTH, SEATS, STEPS_PER_ROUND = 384, 160, 96, 24
 SHORTEST_RUN = 5  # repeated tokens before a loop is one: "1000" is not
 ROWS = 6  # looping rows per step; always as many, so that shapes never change
-ORDINARY_LENGTHS = (512, 512, 1024, 2048)  # in turn
+ORDINARY_LENGTHS = (512, 1024, 1024, 2048)  # in turn, until the last part
+LONG_FROM = 0.6  # share of the minutes after which every ordinary row is as long as the longest
 
 
 def repeated(token_ids: list[int]) -> list[bool]:
@@ -95,13 +99,14 @@ def run(arguments: argparse.Namespace) -> None:
         looping = [row for row in rows if any(row[1][: LENGTH + 1])]
         for _ in range(STEPS_PER_ROUND):
             picked = random.Random(trainer.step).sample(looping, min(ROWS, len(looping)))
-            ordinary = mixture.batch(500_000 + trainer.step, ORDINARY_LENGTHS[trainer.step % 4], 4096)
+            progress = min(1.0, (time.monotonic() - started + before) / (arguments.minutes * 60))
+            length = ORDINARY_LENGTHS[-1 if progress > LONG_FROM else trainer.step % len(ORDINARY_LENGTHS)]
+            ordinary = mixture.batch(500_000 + trainer.step, length, 4096)
             loss = weighted_loss(trainer.model, ordinary)
             if picked and trainer.step % 2 == 0:
                 padded = (picked * ROWS)[:ROWS]
                 loss = loss + arguments.weight * unlikelihood(trainer, padded)
-            decay = 1.0 - 0.95 * min(1.0, (time.monotonic() - started + before) / (arguments.minutes * 60))
-            value = trainer.apply(loss, decay)
+            value = trainer.apply(loss, 1.0 - 0.95 * progress)
             trainer.step += 1
         trainer.seconds = time.monotonic() - started + before
         record = {"step": trainer.step, "s": round(trainer.seconds), "loss": round(value, 4)}

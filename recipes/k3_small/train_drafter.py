@@ -189,7 +189,7 @@ class DrafterTrainer:
             self.drafter.lm_head.weight.copy_(self.target.lm_head.weight[self.draft_ids])
         sample = self.rollouts.rows(np.random.default_rng(0), 512, SEED_ROWS, valid=False)
         tap_width = len(K3_SMALL_DSPARK.aux_layer_ids) * K3_SMALL.hidden_size
-        seed_drafter(self.drafter, self.target, sample.ids, sample.features[..., :tap_width])
+        seed_drafter(self.drafter, self.target, self.draft_ids, sample.ids, sample.features[..., :tap_width])
         matrices = [p for n, p in self.drafter.named_parameters() if n.startswith(("layers", "fc")) and p.ndim == 2]
         chosen = {id(p) for p in matrices}
         others = [p for p in self.drafter.parameters() if id(p) not in chosen]

@@ -130,7 +130,7 @@ def test_seeded_drafter_copies_four_tokens_ahead(seeded):
     torch.manual_seed(1)
     drafter = DSparkForTraining(DRAFTER).requires_grad_(False)
     drafter.lm_head.weight.copy_(seeded.lm_head.weight)
-    seed_drafter(drafter, seeded, sample, torch.cat(seeded(sample, taps=(1, 3, 5))[1], -1))
+    seed_drafter(drafter, seeded, torch.arange(VOCAB), sample, torch.cat(seeded(sample, taps=(1, 3, 5))[1], -1))
     assert block_accuracy(drafter, seeded).min() > 0.6
     unseeded = DSparkForTraining(replace(DRAFTER)).requires_grad_(False)
     assert block_accuracy(unseeded, seeded).max() < 0.1
