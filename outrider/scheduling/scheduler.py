@@ -131,7 +131,7 @@ class Scheduler:
 
     def fail_round(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """End every request that a faulted round touched: those with rows and those it was to copy out."""
-        self._seats.release(item.state_slot for item in plan.preempted)
+        self._seats.clear_after(plan)
         return self.fail([item.request_id for item in (*plan.scheduled, *plan.preempted)], error)
 
     def preempt(self, request_id: str) -> bool:

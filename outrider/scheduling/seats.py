@@ -1,10 +1,9 @@
 """Who holds which slot and pages, and what the device must be told about it."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from outrider.config import CacheConfig
-from outrider.plan import PreemptedSequence
+from outrider.plan import PreemptedSequence, StepPlan
 from outrider.scheduling.admission import num_pages_for
 from outrider.scheduling.page_pool import IdPool
 from outrider.scheduling.sequence import Sequence
@@ -82,9 +81,11 @@ class Seats:
         """Whether the next plan copies the sequence out."""
         return sequence.request.request_id in self._leaving
 
-    def release(self, slots: Iterable[int]) -> None:
-        """Have slots released that a faulted plan may have left occupied on the device."""
-        self._released.extend(slots)
+    def clear_after(self, plan: StepPlan) -> None:
+        """Have everything given back that a plan may have left on device and host when it faulted midway."""
+        self._released.extend(item.state_slot for item in plan.preempted)
+        self._dropped.extend(item.request_id for item in plan.preempted)
+        self._dropped.extend(item.request_id for item in plan.scheduled if item.is_resumed)
 
     def take_news(self) -> SeatNews:
         """What the next plan must say; said once."""
