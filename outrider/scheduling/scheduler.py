@@ -15,6 +15,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
 
 from outrider.config import CacheConfig, SchedulerConfig
 from outrider.errors import RequestError
@@ -96,6 +97,16 @@ class Scheduler:
         """Unfinished requests, in order of arrival."""
         return tuple(self._unfinished)
 
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Unfinished sequences, in order of arrival, for inspection."""
+        return tuple(self._unfinished.values())
+
+    def shuffle_seats(self, dice: Random) -> None:
+        """Hand out free slots and pages in another order from now on, on which nothing may depend."""
+        self._seats.slots.shuffle(dice)
+        self._seats.pages.shuffle(dice)
+
     def add(self, request: Request, text: StopText | None) -> RequestUpdate | None:
         """Queue a request; ``max_tokens=0`` finishes at once, without a slot.
 
@@ -132,7 +143,8 @@ class Scheduler:
     def fail_round(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """End every request that a faulted round touched: those with rows and those it was to copy out."""
         self._seats.clear_after(plan)
-        return self.fail([item.request_id for item in (*plan.scheduled, *plan.preempted)], error)
+        with_rows = [item.request_id for item in plan.scheduled]
+        return self.fail([*with_rows, *(item.request_id for item in plan.preempted)], error)
 
     def preempt(self, request_id: str) -> bool:
         """Take its seat from a running request, between rounds; False when it has none.
