@@ -36,6 +36,7 @@ class SchedulerConfig:
     max_step_rows: int  # rows of one target step; a larger round is split
     max_prefill_tokens: int  # prompt tokens per round, over all sequences
     chunk_multiple: int  # the KDA chunk; prompts are cut at its absolute multiples only
+    oversubscribe: bool = False  # admit on the pages needed now, and preempt the youngest when they run out
 
     def __post_init__(self) -> None:
         check_positive("max_num_seqs", self.max_num_seqs)
@@ -43,6 +44,8 @@ class SchedulerConfig:
         check_positive("max_step_rows", self.max_step_rows)
         check_positive("max_prefill_tokens", self.max_prefill_tokens)
         check_positive("chunk_multiple", self.chunk_multiple)
+        if not isinstance(self.oversubscribe, bool):
+            raise ConfigError(f"oversubscribe={self.oversubscribe!r} is neither True nor False")
         for name, value in (
             ("max_step_rows", self.max_step_rows),
             ("max_prefill_tokens", self.max_prefill_tokens),

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["RoundTimings", "ScheduledSequence", "StepPlan", "StepResult"]
+__all__ = ["PreemptedSequence", "RoundTimings", "ScheduledSequence", "StepPlan", "StepResult"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,13 +15,24 @@ class ScheduledSequence:
 
     request_id: str
     state_slot: int
-    page_ids: tuple[int, ...]  # reserved for the whole life, in order
+    page_ids: tuple[int, ...]  # in order; they cover every row of the span, drafts included
     start_position: int  # absolute position of the first query token = num_computed_tokens
     query_token_ids: tuple[int, ...]
     draft_budget: int
     is_prompt: bool
     wants_logits: bool  # False for every prompt chunk but the last
     is_first: bool  # the slot is new to this sequence and must be reset
+    is_resumed: bool = False  # the slot and pages are new to it and take in its host copy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreemptedSequence:
+    """A sequence that lost its seat: its state goes to the host before anything else touches the seat."""
+
+    request_id: str
+    state_slot: int
+    page_ids: tuple[int, ...]
+    num_tokens: int  # its caches hold positions 0..num_tokens-1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +45,8 @@ class StepPlan:
     step_id: int
     scheduled: tuple[ScheduledSequence, ...]
     released_slots: tuple[int, ...]  # given back since the previous plan; release before reuse
+    preempted: tuple[PreemptedSequence, ...] = ()  # since the previous plan; copy out before their seats are reused
+    dropped_copies: tuple[str, ...] = ()  # requests that ended while their state was on the host
 
     @property
     def num_decodes(self) -> int:

@@ -1,5 +1,6 @@
 """Settings of every test: one thread (tests check exact bits, and neighbours share the cores), no deadlines."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -8,3 +9,18 @@ settings.register_profile(
     "outrider", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("outrider")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--schedules",
+        type=int,
+        default=1000,
+        help="random histories of the engine to run on the 3-layer toy; a twentieth of them on the 14-layer one",
+    )
+
+
+@pytest.fixture(scope="session")
+def num_schedules(request: pytest.FixtureRequest) -> int:
+    """Histories to run."""
+    return int(request.config.getoption("schedules"))

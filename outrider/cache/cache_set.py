@@ -8,10 +8,10 @@ import torch
 from outrider.batch import ForwardBatch
 from outrider.cache.layout import CacheLayout, PagedLayout, RecurrentLayout
 from outrider.cache.paged import LatentCache
-from outrider.cache.recurrent import RecurrentCache
+from outrider.cache.recurrent import RecurrentCache, RecurrentSnapshot
 from outrider.errors import ConfigError
 
-__all__ = ["CacheBudget", "CacheSet"]
+__all__ = ["CacheBudget", "CacheSet", "CacheSnapshot"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,19 @@ class CacheBudget:
     page_size: int  # tokens per page
     num_slots: int  # recurrent seats = sequences that can run at once
     max_step_rows: int  # decode and verify rows of one step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheSnapshot:
+    """Committed state of one sequence on the host."""
+
+    latents_LRC: torch.Tensor  # R rows in order of position
+    recurrent: RecurrentSnapshot
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes on the host."""
+        return self.latents_LRC.nbytes + self.recurrent.num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +83,15 @@ class CacheSet:
     def reset(self, slots: Sequence[int]) -> None:
         """Prepare slots for a new sequence. Pages need nothing: they are written before being read."""
         self.recurrent.reset(slots)
+
+    def snapshot(self, slot: int, rows_R: torch.Tensor) -> CacheSnapshot:
+        """Copy to the host: the state of ``slot``, and the latents at ``rows_R`` (int64, in order of position)."""
+        return CacheSnapshot(latents_LRC=self.latents.snapshot(rows_R), recurrent=self.recurrent.snapshot(slot))
+
+    def restore(self, slot: int, rows_R: torch.Tensor, snapshot: CacheSnapshot) -> None:
+        """Put a snapshot into another slot and other rows, as many as it has."""
+        self.latents.restore(rows_R, snapshot.latents_LRC)
+        self.recurrent.restore(slot, snapshot.recurrent)
 
 
 def _build_latents(layout: PagedLayout, budget: CacheBudget, device: torch.device) -> LatentCache:

@@ -46,6 +46,11 @@ class LatentCache:
         """Bytes held by all layers."""
         return self._rows_LRC.nbytes
 
+    @property
+    def device(self) -> torch.device:
+        """Where the rows live."""
+        return self._rows_LRC.device
+
     def rows(self, layer_index: int) -> torch.Tensor:
         """All rows of one layer, ``[num_pages * page_size, width]``, as a view for reading.
 
@@ -56,6 +61,14 @@ class LatentCache:
     def write(self, layer_index: int, slot_mapping_T: torch.Tensor, rows_TC: torch.Tensor) -> None:
         """Store ``rows_TC`` at cache rows ``slot_mapping_T`` (int64, all different) of one layer."""
         self._rows_LRC[layer_index].index_copy_(0, slot_mapping_T, rows_TC)
+
+    def snapshot(self, rows_R: torch.Tensor) -> torch.Tensor:
+        """Copy of cache rows ``rows_R`` of all layers on the host, ``[L, R, C]``."""
+        return self._rows_LRC.index_select(1, rows_R).cpu()
+
+    def restore(self, rows_R: torch.Tensor, snapshot_LRC: torch.Tensor) -> None:
+        """Store a snapshot at cache rows ``rows_R`` (int64, all different)."""
+        self._rows_LRC.index_copy_(1, rows_R, snapshot_LRC.to(self.device))
 
     def poison(self, page_ids: Sequence[int]) -> None:
         """Fill pages with NaN; a test that reads memory it does not own then fails."""

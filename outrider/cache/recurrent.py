@@ -9,6 +9,7 @@ H heads, V value width, K key width, W carried conv inputs, D conv channels.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +17,20 @@ from outrider.batch import ForwardBatch
 from outrider.ops.conv import shift_window
 from outrider.ops.kda import kda_commit_
 
-__all__ = ["RecurrentCache"]
+__all__ = ["RecurrentCache", "RecurrentSnapshot"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecurrentSnapshot:
+    """Committed state and conv window of one slot, all layers, on the host."""
+
+    state_LHVK: torch.Tensor
+    window_LWD: torch.Tensor
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of both."""
+        return self.state_LHVK.nbytes + self.window_LWD.nbytes
 
 
 class RecurrentCache:
@@ -134,6 +148,19 @@ class RecurrentCache:
         for slot in slots:
             self._state_LBHVK[:, slot] = 0
             self._window_LBWD[:, slot] = 0
+
+    def snapshot(self, slot: int) -> RecurrentSnapshot:
+        """Copy of one slot. Complete between steps, when no row of the log is pending."""
+        return RecurrentSnapshot(
+            # On a CPU device `cpu` alone would give a view.
+            state_LHVK=self._state_LBHVK[:, slot].clone().cpu(),
+            window_LWD=self._window_LBWD[:, slot].clone().cpu(),
+        )
+
+    def restore(self, slot: int, snapshot: RecurrentSnapshot) -> None:
+        """Put a snapshot into any slot."""
+        self._state_LBHVK[:, slot] = snapshot.state_LHVK.to(self._state_LBHVK.device)
+        self._window_LBWD[:, slot] = snapshot.window_LWD.to(self._window_LBWD.device)
 
     def poison(self, slots: Sequence[int]) -> None:
         """Fill slots and the whole log with NaN; a test that reads what it does not own then fails."""

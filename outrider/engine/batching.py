@@ -48,7 +48,7 @@ class StepDrafts:
 
 
 class PageTable:
-    """Device copy of every slot's pages. They are reserved for life, so a row is written once.
+    """Device copy of every slot's pages. A row is written when a sequence takes its seat or gets more pages.
 
     Args:
         num_slots: rows.

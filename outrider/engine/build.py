@@ -24,6 +24,7 @@ class EngineLimits:
     num_pages: int | None = None  # None = every seat can reach the context length
     max_step_rows: int | None = None  # None = one step holds every verify row and all prompt rows
     max_prefill_tokens: int = 512  # prompt tokens per round; raised to one chunk of the model
+    oversubscribe: bool = False  # admit on the pages needed now; see docs/concepts/round.md
 
 
 def resolve_config(
@@ -64,6 +65,7 @@ def resolve_config(
             max_step_rows=max_step_rows,
             max_prefill_tokens=max_prefill_tokens,
             chunk_multiple=chunk_multiple,
+            oversubscribe=limits.oversubscribe,
         ),
         num_draft_tokens=num_draft_tokens,
     )

@@ -73,7 +73,16 @@ class Engine:
         update = self._scheduler.abort(request_id)
         if update is not None:
             self.metrics.record_updates([update])
+            self._release_if_idle()
         return update
+
+    def preempt(self, request_id: str) -> bool:
+        """Take its seat from a running request, between rounds; False when it has none.
+
+        Its state goes to the host with the next round and comes back before any other request is
+        admitted. The output stays the same, byte for byte.
+        """
+        return self._scheduler.preempt(request_id)
 
     def step(self) -> list[RequestUpdate]:
         """Run one round; updates of the sequences that got tokens or ended.
@@ -112,9 +121,7 @@ class Engine:
             raise
         except Exception as fault:
             logger.exception("round %d failed; ending its %d requests", plan.step_id, len(plan.scheduled))
-            updates = self._scheduler.fail(
-                [item.request_id for item in plan.scheduled], f"{type(fault).__name__}: {fault}"
-            )
+            updates = self._scheduler.fail_round(plan, f"{type(fault).__name__}: {fault}")
             self.metrics.record_updates(updates)
             return updates
         self.metrics.record_updates(updates)
@@ -126,6 +133,11 @@ class Engine:
         updates = [self.abort(request_id) for request_id in self._scheduler.request_ids]
         self._stopped_by = self._stopped_by or "shutdown"
         return [update for update in updates if update is not None]
+
+    def _release_if_idle(self) -> None:
+        """Without work no round follows, whose plan would tell the device what ended requests held."""
+        if self._stopped_by is None and not self.has_work:
+            self._runner.run(self._scheduler.schedule())
 
     def _stop(self, cause: str) -> None:
         logger.critical("engine stops, state may be corrupt: %s", cause)

@@ -55,6 +55,7 @@ class EngineMetrics:
     num_decode_spans: int = 0  # (sequence, round) pairs
     num_drafted: int = 0
     num_accepted: int = 0
+    num_preempted: int = 0  # sequences copied to the host
     drafted_at: Counter[int] = field(default_factory=Counter)  # by draft position, from 0
     accepted_at: Counter[int] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
@@ -71,6 +72,7 @@ class EngineMetrics:
         self.num_rounds += 1
         self.num_steps += result.num_steps
         self.num_rows += result.num_rows
+        self.num_preempted += len(plan.preempted)
         for item, drafted, accepted in zip(plan.scheduled, result.num_drafted, result.num_accepted, strict=True):
             if item.is_prompt:
                 self.num_prompt_tokens += len(item.query_token_ids)

@@ -8,6 +8,7 @@ import torch
 from outrider.cache.cache_set import CacheBudget, CacheSet
 from outrider.config import EngineConfig
 from outrider.engine.batching import PageTable
+from outrider.engine.preemption import HostCopy, copy_in, copy_out
 from outrider.engine.round import RoundParts, run_round
 from outrider.errors import ConfigError
 from outrider.models.protocol import AuxStream, TargetModel
@@ -66,33 +67,59 @@ class Runner:
             page_table=page_table,
             max_step_rows=config.scheduler.max_step_rows,
         )
-        # Slots the drafter knows. A slot that faulted before its first round is in the scheduler's
-        # list of released slots, but not here.
-        self._seated: set[int] = set()
+        # Slots the drafter knows, with the pages that the page table has. A slot that faulted before its
+        # first round is in the scheduler's list of released slots, but not here.
+        self._seated: dict[int, tuple[int, ...]] = {}
+        self._host_copies: dict[str, HostCopy] = {}  # by request id
 
     @property
     def caches(self) -> CacheSet:
         """The device state, for inspection."""
         return self._caches
 
+    @property
+    def host_bytes(self) -> dict[str, int]:
+        """Bytes that each preempted sequence holds on the host, by request id."""
+        return {request_id: copy.num_bytes for request_id, copy in self._host_copies.items()}
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
-        """Release, seat and run; an empty plan only releases."""
+        """Release, copy out, seat and run; an empty plan only releases and copies out."""
         with trace_range("round"):
             self._release(plan.released_slots)
+            for request_id in plan.dropped_copies:
+                # A copy that faulted is in the scheduler's list, but not here.
+                self._host_copies.pop(request_id, None)
+            self._copy_out(plan)
             self._seat(plan)
             return run_round(self._parts, plan)
 
     def _release(self, slots: Sequence[int]) -> None:
         for slot in slots:
             if slot in self._seated:
-                self._seated.remove(slot)
+                del self._seated[slot]
                 self._parts.drafter.release((slot,))
 
+    def _copy_out(self, plan: StepPlan) -> None:
+        for item in plan.preempted:
+            self._host_copies[item.request_id] = copy_out(
+                self._caches,
+                self._parts.drafter,
+                slot=item.state_slot,
+                page_ids=item.page_ids,
+                num_tokens=item.num_tokens,
+            )
+            self._release((item.state_slot,))
+
     def _seat(self, plan: StepPlan) -> None:
+        caches, drafter = self._caches, self._parts.drafter
         for item in plan.scheduled:
+            slot = item.state_slot
+            if self._seated.get(slot) != item.page_ids:  # new here, or grown
+                self._parts.page_table.assign(slot, item.page_ids)
             if item.is_first:
-                self._parts.page_table.assign(item.state_slot, item.page_ids)
-                self._caches.reset((item.state_slot,))
-                self._parts.drafter.reset((item.state_slot,))
-                self._seated.add(item.state_slot)
+                caches.reset((slot,))
+                drafter.reset((slot,))
+            elif item.is_resumed:
+                copy_in(caches, drafter, self._host_copies.pop(item.request_id), slot=slot, page_ids=item.page_ids)
+            self._seated[slot] = item.page_ids

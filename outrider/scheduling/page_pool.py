@@ -1,6 +1,7 @@
 """Ids of a fixed set of equal things (cache pages, recurrent seats): allocate, free, count."""
 
 from collections.abc import Iterable
+from random import Random
 
 from outrider.errors import EngineFault
 
@@ -32,6 +33,10 @@ class IdPool:
     def num_free(self) -> int:
         """Ids without an owner."""
         return len(self._free)
+
+    def shuffle(self, dice: Random) -> None:
+        """Hand out free ids in another order from now on, on which nothing may depend."""
+        dice.shuffle(self._free)
 
     def allocate(self, count: int) -> tuple[int, ...]:
         """Take ``count`` ids. The caller has checked ``num_free``; raises EngineFault otherwise."""

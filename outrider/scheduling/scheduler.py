@@ -4,11 +4,18 @@ First come, first served: the head of the waiting queue is admitted when its who
 for prompt and ``max_tokens``, one recurrent slot), and nobody overtakes it. Each round carries every
 running decode plus up to ``max_prefill_tokens`` prompt tokens, oldest prompt first, so neither kind
 of work can starve the other.
+
+With ``oversubscribe`` a sequence is admitted on the pages it needs now and takes more as it grows. When
+they run out the youngest running sequence is preempted: its state goes to the host, its seat to the
+others. Preempted sequences come back in order of arrival, before anybody is admitted, so running and
+preempted ones together never exceed ``max_num_seqs``, and the oldest is never preempted for pages.
 """
 
+from bisect import insort
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
+from random import Random
 
 from outrider.config import CacheConfig, SchedulerConfig
 from outrider.errors import RequestError
@@ -16,7 +23,7 @@ from outrider.plan import ScheduledSequence, StepPlan, StepResult
 from outrider.request import FinishReason, Request, RequestUpdate
 from outrider.scheduling.admission import num_pages_for, resolve_max_new_tokens
 from outrider.scheduling.cut import Cut, append_until_end
-from outrider.scheduling.page_pool import IdPool
+from outrider.scheduling.seats import Seats
 from outrider.scheduling.sequence import Sequence, SequenceStatus, StopText
 
 __all__ = ["Scheduler"]
@@ -47,13 +54,13 @@ class Scheduler:
         self._num_draft_tokens = num_draft_tokens
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
-        self._pages = IdPool("page", cache.num_pages)
-        self._slots = IdPool("state slot", config.max_num_seqs)
+        self._seats = Seats(config.max_num_seqs, cache)
         self._unfinished: dict[str, Sequence] = {}  # in order of arrival
         self._waiting: deque[Sequence] = deque()
-        self._running: dict[str, Sequence] = {}  # in order of admission
-        self._released_slots: list[int] = []
+        self._running: dict[str, Sequence] = {}  # in order of arrival
+        self._preempted: list[Sequence] = []  # in order of arrival
         self._num_plans = 0
+        self._num_arrivals = 0
 
     @property
     def has_work(self) -> bool:
@@ -62,8 +69,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Requests without pages and slot."""
+        """Requests that were never admitted."""
         return len(self._waiting)
+
+    @property
+    def num_preempted(self) -> int:
+        """Admitted requests without pages and slot."""
+        return len(self._preempted)
 
     @property
     def num_running(self) -> int:
@@ -73,17 +85,27 @@ class Scheduler:
     @property
     def num_free_pages(self) -> int:
         """Pages without an owner."""
-        return self._pages.num_free
+        return self._seats.pages.num_free
 
     @property
     def num_free_slots(self) -> int:
         """Slots without an owner."""
-        return self._slots.num_free
+        return self._seats.slots.num_free
 
     @property
     def request_ids(self) -> tuple[str, ...]:
         """Unfinished requests, in order of arrival."""
         return tuple(self._unfinished)
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Unfinished sequences, in order of arrival, for inspection."""
+        return tuple(self._unfinished.values())
+
+    def shuffle_seats(self, dice: Random) -> None:
+        """Hand out free slots and pages in another order from now on, on which nothing may depend."""
+        self._seats.slots.shuffle(dice)
+        self._seats.pages.shuffle(dice)
 
     def add(self, request: Request, text: StopText | None) -> RequestUpdate | None:
         """Queue a request; ``max_tokens=0`` finishes at once, without a slot.
@@ -100,9 +122,11 @@ class Scheduler:
             stop_token_ids=eos | frozenset(request.sampling.stop_token_ids),
             text=text,
             token_ids=list(request.prompt_token_ids),
+            arrival=self._num_arrivals,
         )
         if sequence.max_new_tokens == 0:
             return self._finish(sequence, FinishReason.LENGTH, Cut())
+        self._num_arrivals += 1
         self._unfinished[request.request_id] = sequence
         self._waiting.append(sequence)
         return None
@@ -116,16 +140,42 @@ class Scheduler:
         updates = [self._end(request_id, FinishReason.ERROR, error) for request_id in request_ids]
         return [update for update in updates if update is not None]
 
+    def fail_round(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
+        """End every request that a faulted round touched: those with rows and those it was to copy out."""
+        self._seats.clear_after(plan)
+        with_rows = [item.request_id for item in plan.scheduled]
+        return self.fail([*with_rows, *(item.request_id for item in plan.preempted)], error)
+
+    def preempt(self, request_id: str) -> bool:
+        """Take its seat from a running request, between rounds; False when it has none.
+
+        It comes back before any request is admitted: with the plan after next, or with the next one if
+        nothing else runs. Its output does not change.
+        """
+        sequence = self._running.pop(request_id, None)
+        if sequence is None:
+            return False
+        self._seats.preempt(sequence)
+        sequence.status = SequenceStatus.PREEMPTED
+        insort(self._preempted, sequence, key=lambda item: item.arrival)
+        return True
+
     def schedule(self) -> StepPlan:
-        """Plan the next round: admit, then every decode, then prompt chunks."""
+        """Plan the next round: rows of running sequences first, then admit, then drafts, then prompt chunks."""
+        self._reserve_next_rows()
         self._admit()
         decodes = [self._decode_span(s) for s in self._running.values() if not s.in_prompt]
+        scheduled = (*decodes, *self._prompt_chunks())
+        for item in scheduled:
+            self._running[item.request_id].on_host = False  # a resumed one is copied in by this plan
+        news = self._seats.take_news()
         plan = StepPlan(
             step_id=self._num_plans,
-            scheduled=(*decodes, *self._prompt_chunks()),
-            released_slots=tuple(self._released_slots),
+            scheduled=scheduled,
+            released_slots=news.released_slots,
+            preempted=news.preempted,
+            dropped_copies=news.dropped_copies,
         )
-        self._released_slots.clear()
         self._num_plans += 1
         return plan
 
@@ -150,34 +200,63 @@ class Scheduler:
                 updates.append(self._emit(sequence, output_token_ids, num_drafted, num_accepted))
         return updates
 
+    def _reserve_next_rows(self) -> None:
+        """A page for the next row of every running sequence, oldest first; the youngest give way."""
+        for sequence in list(self._running.values()):
+            num_tokens = sequence.num_computed_tokens + 1
+            while sequence.status is SequenceStatus.RUNNING and self._seats.grow(sequence, num_tokens) < num_tokens:
+                self.preempt(next(reversed(self._running)))
+
     def _admit(self) -> None:
-        while self._waiting and self._slots.num_free:
-            sequence = self._waiting[0]
-            num_tokens = sequence.num_prompt_tokens + sequence.max_new_tokens
-            num_pages = num_pages_for(num_tokens, self._cache.page_size)
-            if num_pages > self._pages.num_free:
+        while (self._preempted or self._waiting) and self._seats.slots.num_free:
+            sequence = self._preempted[0] if self._preempted else self._waiting[0]
+            if self._seats.is_leaving(sequence) and self._running:
+                return  # to come back with the plan that copies it out would gain nothing
+            num_pages = self._num_entry_pages(sequence)
+            if num_pages + self._num_headroom_pages() > self._seats.pages.num_free:
                 return
-            self._waiting.popleft()
-            sequence.page_ids = self._pages.allocate(num_pages)
-            (sequence.state_slot,) = self._slots.allocate(1)
-            sequence.status = SequenceStatus.RUNNING
+            self._seats.take(sequence, num_pages)
             self._running[sequence.request.request_id] = sequence
+            if sequence.status is SequenceStatus.PREEMPTED:
+                del self._preempted[0]
+                self._running = dict(sorted(self._running.items(), key=lambda item: item[1].arrival))
+            else:
+                self._waiting.popleft()
+            sequence.status = SequenceStatus.RUNNING
+
+    def _num_life_pages(self, sequence: Sequence) -> int:
+        """Pages that a sequence can need at most."""
+        return num_pages_for(sequence.num_prompt_tokens + sequence.max_new_tokens, self._cache.page_size)
+
+    def _num_entry_pages(self, sequence: Sequence) -> int:
+        if not self._config.oversubscribe:
+            return self._num_life_pages(sequence)
+        num_tokens = max(sequence.num_prompt_tokens, sequence.num_computed_tokens + 1)
+        return num_pages_for(num_tokens, self._cache.page_size)
+
+    def _num_headroom_pages(self) -> int:
+        """A page for each running sequence that may grow, or whoever enters would be preempted at once."""
+        return sum(len(s.page_ids) < self._num_life_pages(s) for s in self._running.values())
 
     def _decode_span(self, sequence: Sequence) -> ScheduledSequence:
-        # More drafts than tokens that may still follow the final one could never be emitted; the clip
-        # also keeps every row inside the reserved pages.
+        # More drafts than tokens that may still follow the final one could never be emitted. Nor are drafts
+        # worth a seat: they take free pages, and are clipped to those.
         num_left = sequence.max_new_tokens - sequence.num_output_tokens
         num_drafts = self._num_draft_tokens if sequence.request.sampling.speculation else 0
+        num_known = sequence.num_computed_tokens + 1
+        num_drafts = min(num_drafts, num_left - 1)
+        num_drafts = min(num_drafts, self._seats.grow(sequence, num_known + num_drafts) - num_known)
         return ScheduledSequence(
             request_id=sequence.request.request_id,
             state_slot=sequence.state_slot,
             page_ids=sequence.page_ids,
             start_position=sequence.num_computed_tokens,
             query_token_ids=(sequence.token_ids[-1],),
-            draft_budget=min(num_drafts, num_left - 1),
+            draft_budget=num_drafts,
             is_prompt=False,
             wants_logits=True,
             is_first=False,
+            is_resumed=sequence.on_host,
         )
 
     def _prompt_chunks(self) -> list[ScheduledSequence]:
@@ -202,6 +281,7 @@ class Scheduler:
                     is_prompt=True,
                     wants_logits=start + length == sequence.num_prompt_tokens,
                     is_first=start == 0,
+                    is_resumed=sequence.on_host,
                 )
             )
         return chunks
@@ -241,15 +321,14 @@ class Scheduler:
             return None
         if sequence.status is SequenceStatus.WAITING:
             self._waiting.remove(sequence)
+        elif sequence.status is SequenceStatus.PREEMPTED:
+            self._preempted.remove(sequence)
         return self._finish(sequence, reason, Cut(error=error))
 
     def _finish(self, sequence: Sequence, reason: FinishReason, cut: Cut) -> RequestUpdate:
         """Give everything back, once, and write the last update."""
         assert sequence.status is not SequenceStatus.FINISHED, f"{sequence.request.request_id} ended twice"
-        if sequence.status is SequenceStatus.RUNNING:
-            self._pages.free(sequence.page_ids)
-            self._slots.free((sequence.state_slot,))
-            self._released_slots.append(sequence.state_slot)
+        self._seats.end(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._unfinished.pop(sequence.request.request_id, None)
         self._running.pop(sequence.request.request_id, None)

@@ -33,10 +33,11 @@ class StopText(Protocol):
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is. A finished one holds no page and no slot."""
+    """Where a sequence is. Only a running one holds pages and a slot."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    PREEMPTED = "preempted"
     FINISHED = "finished"
 
 
@@ -53,9 +54,11 @@ class Sequence:
     stop_token_ids: frozenset[int]
     text: StopText | None  # None: no text and no stop strings
     token_ids: list[int]
+    arrival: int = 0  # place in the order of arrival; the largest is the youngest
     num_computed_tokens: int = 0
     page_ids: tuple[int, ...] = ()
     state_slot: int = -1
+    on_host: bool = False  # its state is, or with the next plan goes, in a host copy
     status: SequenceStatus = SequenceStatus.WAITING
     num_rounds: int = 0
     num_drafted: int = 0

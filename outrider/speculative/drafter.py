@@ -69,6 +69,15 @@ class Drafter(Protocol):
     def release(self, slots: Sequence[int]) -> None:
         """Forget the sequences in ``slots``."""
 
+    def snapshot(self, slot: int, rows_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Host copy of all that is known of the sequence in ``slot``, which stays there.
+
+        ``rows_R`` (int64) are the cache rows of its committed positions, in order.
+        """
+
+    def restore(self, slot: int, rows_R: torch.Tensor, snapshot: tuple[torch.Tensor, ...]) -> None:
+        """Start the sequence of a snapshot in an empty ``slot``, its positions at cache rows ``rows_R``."""
+
 
 class NullDrafter:
     """Proposes nothing, observes nothing, holds nothing: plain decoding is a round without drafts."""
@@ -88,6 +97,13 @@ class NullDrafter:
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing to forget."""
+
+    def snapshot(self, slot: int, rows_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Nothing to copy."""
+        return ()
+
+    def restore(self, slot: int, rows_R: torch.Tensor, snapshot: tuple[torch.Tensor, ...]) -> None:
+        """Nothing to start."""
 
 
 class DSparkDrafter:
@@ -125,6 +141,19 @@ class DSparkDrafter:
         for slot in slots:
             self.observed_tokens(slot)
             del self._observed[slot]
+
+    def snapshot(self, slot: int, rows_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """See Drafter: keys and values of the context, ``[2, L, R, J, K]``. The slot must have observed R tokens."""
+        self._check_continues(slot, rows_R.shape[0], "copy")
+        return (self._context.rows_2LRJK.index_select(2, rows_R).cpu(),)
+
+    def restore(self, slot: int, rows_R: torch.Tensor, snapshot: tuple[torch.Tensor, ...]) -> None:
+        """See Drafter; a slot that still holds a sequence is an engine fault."""
+        (context_2LRJK,) = snapshot
+        self.reset((slot,))
+        rows_2LRJK = self._context.rows_2LRJK
+        rows_2LRJK.index_copy_(2, rows_R, context_2LRJK.to(rows_2LRJK.device))
+        self._observed[slot] = context_2LRJK.shape[2]
 
     @torch.inference_mode()
     def propose(self, anchors: Anchors) -> DraftBlock | None:

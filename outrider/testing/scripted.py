@@ -76,6 +76,17 @@ class ScriptedDrafter:
                 raise EngineFault(f"drafter slot {slot} is released twice")
             del self._token_ids[slot]
 
+    def snapshot(self, slot: int, rows_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The tokens of a sequence."""
+        self._check_continues(slot, rows_R.shape[0])
+        return (torch.tensor(self._token_ids[slot], dtype=torch.int64),)
+
+    def restore(self, slot: int, rows_R: torch.Tensor, snapshot: tuple[torch.Tensor, ...]) -> None:
+        """Go on with the tokens of a snapshot."""
+        (token_ids,) = snapshot
+        self.reset((slot,))
+        self._token_ids[slot] = token_ids.tolist()
+
     @property
     def occupied_slots(self) -> frozenset[int]:
         """Slots that hold a sequence."""

@@ -249,3 +249,30 @@ def test_a_model_with_other_layouts_is_refused() -> None:
     budget = CacheBudget(num_pages=5, page_size=4, num_slots=3, max_step_rows=8)
     with pytest.raises(ConfigError, match="2 paged and 1 recurrent"):
         CacheSet.build((paged, paged, recurrent), budget, torch.device("cpu"))
+
+
+def test_a_snapshot_moves_one_sequence_and_nothing_else() -> None:
+    budget = CacheBudget(num_pages=5, page_size=4, num_slots=3, max_step_rows=8)
+    caches = CacheSet.build(layouts(), budget, torch.device("cpu"))
+    generator = torch.Generator().manual_seed(2)
+    for layer in range(LAYERS):
+        states = torch.randn((3, HEADS, VALUE, KEY), generator=generator)
+        windows = torch.randn((3, WINDOW, CHANNELS), generator=generator).bfloat16()
+        caches.recurrent.store(layer, torch.arange(3), states, windows)
+    for layer in range(2):
+        caches.latents.write(layer, torch.arange(20), torch.randn((20, 6), generator=generator).bfloat16())
+    before = [caches.snapshot(slot, torch.arange(20)) for slot in range(3)]
+    rows = torch.tensor([9, 3, 17])
+    moved = caches.snapshot(1, rows)
+    assert moved.num_bytes == 3 * layouts()[0].bytes_per_token + layouts()[1].bytes_per_slot
+    caches.recurrent.poison([1])
+    caches.latents.poison([0, 2, 4])  # a snapshot is a copy, not a view
+    caches.restore(2, torch.tensor([12, 5, 6]), moved)
+    after = caches.snapshot(2, torch.tensor([12, 5, 6]))
+    assert torch.equal(after.recurrent.state_LHVK, before[1].recurrent.state_LHVK)
+    assert torch.equal(after.recurrent.window_LWD, before[1].recurrent.window_LWD)
+    assert torch.equal(after.latents_LRC, before[1].latents_LRC[:, rows])
+    others = [4, 7, 13, 14, 15]
+    untouched = caches.snapshot(0, torch.tensor(others))
+    assert torch.equal(untouched.recurrent.state_LHVK, before[0].recurrent.state_LHVK)
+    assert torch.equal(untouched.latents_LRC, before[0].latents_LRC[:, others])

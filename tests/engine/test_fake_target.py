@@ -108,7 +108,15 @@ class FakeTarget:
 
 
 def config(**changes: int) -> EngineConfig:
-    values = {"seqs": 4, "max_len": 48, "rows": 16, "prefill": 8, "pages": 40, "drafts": 7} | changes
+    values = {
+        "seqs": 4,
+        "max_len": 48,
+        "rows": 16,
+        "prefill": 8,
+        "pages": 40,
+        "drafts": 7,
+        "oversubscribe": 0,
+    } | changes
     return EngineConfig(
         cache=CacheConfig(page_size=4, num_pages=values["pages"]),
         scheduler=SchedulerConfig(
@@ -117,6 +125,7 @@ def config(**changes: int) -> EngineConfig:
             max_step_rows=values["rows"],
             max_prefill_tokens=values["prefill"],
             chunk_multiple=CHUNK,
+            oversubscribe=bool(values["oversubscribe"]),
         ),
         num_draft_tokens=values["drafts"],
     )
@@ -266,6 +275,86 @@ def test_abort_anywhere_leaves_no_residue() -> None:
         runner.caches.latents.poison(range(40))
         runner.caches.recurrent.poison(range(2))
         assert drive(engine, asked) == expected
+
+
+@pytest.mark.parametrize("oversubscribe", [0, 1])
+def test_preempting_anybody_at_any_time_changes_nothing(oversubscribe: int) -> None:
+    asked = requests(9, seed=7)
+    expected = drive(make(seqs=1), asked)
+    dice = random.Random(oversubscribe)
+    drafter = ScriptedDrafter(7, random_drafts(oracle(streams(asked)), VOCAB, 0.8, seed=1))
+    engine = make(drafter, seqs=3, pages=30, oversubscribe=oversubscribe)
+    tokens: dict[str, tuple[int, ...]] = {request.request_id: () for request in asked}
+    for request in asked:
+        engine.submit(request)
+    while engine.has_work:
+        for request in dice.sample(asked, 3):
+            engine.preempt(request.request_id)
+        for update in engine.step():
+            tokens[update.request_id] += update.new_token_ids
+    assert {name: ids for name, (ids, _, _) in expected.items()} == tokens
+    assert engine.metrics.num_preempted > 10
+    runner = engine._runner
+    assert isinstance(runner, Runner)
+    assert runner.host_bytes == {}
+
+
+def test_oversubscription_runs_more_at_once_on_the_same_pages() -> None:
+    """Each needs 11 pages in the end, and 1 when it enters; there are 14."""
+    asked = [
+        Request(request_id=f"r{i}", prompt_token_ids=(i + 1,), sampling=SamplingParams(max_tokens=40)) for i in range(4)
+    ]
+    expected = drive(make(seqs=1), asked)
+    most = {}
+    for oversubscribe in (0, 1):
+        engine = make(seqs=4, pages=14, oversubscribe=oversubscribe)
+        for request in asked:
+            engine.submit(request)
+        most[oversubscribe], done, order = 0, {}, []
+        while engine.has_work:
+            for update in engine.step():
+                done[update.request_id] = done.get(update.request_id, ()) + update.new_token_ids
+                order += [update.request_id] if update.finish_reason else []
+            most[oversubscribe] = max(most[oversubscribe], engine._scheduler.num_running)
+        assert done == {name: ids for name, (ids, _, _) in expected.items()}
+        assert order == ["r0", "r1", "r2", "r3"], "the older gave way to the younger"
+        assert (engine.metrics.num_preempted > 0) == bool(oversubscribe)
+    assert most == {0: 1, 1: 4}
+
+
+def test_a_copy_that_fails_ends_the_requests_of_its_round_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = [
+        Request(request_id=f"r{i}", prompt_token_ids=(i + 1,), sampling=SamplingParams(max_tokens=9)) for i in range(3)
+    ]
+    drafter = ScriptedDrafter(2, garbage(1))
+    engine = make(drafter, seqs=2)
+    for request in asked:
+        engine.submit(request)
+    engine.step()
+    engine.preempt("r0")
+    with monkeypatch.context() as patch:
+        patch.setattr(drafter, "snapshot", lambda *args: 1 / 0)
+        ended = engine.step()
+    assert {(u.request_id, u.finish_reason) for u in ended} == {("r0", FinishReason.ERROR), ("r1", FinishReason.ERROR)}
+    assert all("division by zero" in (update.error or "") for update in ended)
+    assert {update.finish_reason for update in engine.step()} == {None}  # r2
+    assert len(drafter.occupied_slots) == 1
+
+
+def test_aborting_the_last_preempted_request_drops_its_copy_at_once() -> None:
+    engine = make(seqs=2)
+    for request in requests(2, seed=3):
+        engine.submit(request)
+    engine.step()
+    assert engine.preempt("r0") and not engine.preempt("r0")
+    engine.step()
+    runner = engine._runner
+    assert isinstance(runner, Runner)
+    assert set(runner.host_bytes) == {"r0"}
+    engine.abort("r1")
+    engine.abort("r0")
+    assert not engine.has_work
+    assert runner.host_bytes == {}
 
 
 def test_a_device_fault_ends_the_touched_requests_only() -> None:

@@ -11,9 +11,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from outrider.config import CacheConfig, SchedulerConfig
 from outrider.errors import RequestError
-from outrider.plan import StepPlan, StepResult
+from outrider.plan import ScheduledSequence, StepPlan, StepResult
 from outrider.request import FinishReason, Request, RequestUpdate, SamplingParams
-from outrider.scheduling import Scheduler
+from outrider.scheduling import Scheduler, SequenceStatus
 
 CHUNK = 4
 EOS = frozenset({0})
@@ -79,23 +79,54 @@ class FakeExecutor:
         self.page_size = page_size
         self.rng = rng
         self.seated: dict[int, str] = {}
-        self.computed: dict[str, list[int]] = {}
-        self.releases = 0
+        self.state: dict[int, list[int]] = {}  # slot -> tokens that its recurrent state covers
+        self.rows: dict[int, tuple[str, int]] = {}  # cache row -> (request, position) written last
+        self.copies: dict[str, list[int]] = {}
+
+    def move(self, plan: StepPlan, num_copied: int | None = None) -> None:
+        """All that happens before the first forward, up to a fault after ``num_copied`` copies."""
+        for slot in plan.released_slots:
+            self.seated.pop(slot, None)  # a sequence that never had rows was never seated
+        for request_id in plan.dropped_copies:
+            self.copies.pop(request_id, None)  # the copy may have faulted
+        for item in plan.preempted[:num_copied]:
+            assert self.seated.pop(item.state_slot) == item.request_id
+            assert item.request_id not in self.copies
+            self.check_rows(item.request_id, item.page_ids, item.num_tokens)
+            self.copies[item.request_id] = self.state[item.state_slot]
+            assert item.num_tokens == len(self.copies[item.request_id])
+
+    def take_seat(self, item: ScheduledSequence) -> None:
+        if not (item.is_first or item.is_resumed):
+            return
+        assert not (item.is_first and item.is_resumed)
+        assert item.state_slot not in self.seated
+        self.seated[item.state_slot] = item.request_id
+        self.state[item.state_slot] = [] if item.is_first else self.copies.pop(item.request_id)
+        self.write_rows(item, 0, len(self.state[item.state_slot]))
+
+    def cache_row(self, page_ids: tuple[int, ...], position: int) -> int:
+        return page_ids[position // self.page_size] * self.page_size + position % self.page_size
+
+    def write_rows(self, item: ScheduledSequence, start: int, end: int) -> None:
+        for position in range(start, end):
+            self.rows[self.cache_row(item.page_ids, position)] = (item.request_id, position)
+
+    def check_rows(self, request_id: str, page_ids: tuple[int, ...], num_tokens: int) -> None:
+        for position in range(num_tokens):
+            assert self.rows.get(self.cache_row(page_ids, position)) == (request_id, position), "latents were lost"
 
     def run(self, plan: StepPlan, config: SchedulerConfig, num_draft_tokens: int) -> StepResult:
-        for slot in plan.released_slots:
-            del self.seated[slot]
-            self.releases += 1
+        self.move(plan)
         self.check(plan, config, num_draft_tokens)
         outputs, drafted, accepted = [], [], []
         for item in plan.scheduled:
-            if item.is_first:
-                assert item.state_slot not in self.seated
-                self.seated[item.state_slot] = item.request_id
-                self.computed[item.request_id] = []
-            context = self.computed[item.request_id]
+            self.take_seat(item)
+            context = self.state[item.state_slot]
             assert self.seated[item.state_slot] == item.request_id
             assert item.start_position == len(context)
+            self.check_rows(item.request_id, item.page_ids, item.start_position)
+            self.write_rows(item, item.start_position, item.start_position + len(item.query_token_ids))
             context.extend(item.query_token_ids)
             num_drafts = self.rng.randint(0, item.draft_budget)
             assert item.start_position + len(item.query_token_ids) + num_drafts <= len(item.page_ids) * self.page_size
@@ -105,6 +136,7 @@ class FakeExecutor:
                 tokens.append(next_token((*context, *tokens)))
             if not item.is_prompt:
                 context.extend(tokens[:-1])
+                self.write_rows(item, item.start_position, item.start_position + 1 + num_drafts)
             outputs.append(tuple(tokens))
             drafted.append(num_drafts)
             accepted.append(num_accepted)
@@ -137,14 +169,18 @@ class SchedulerHistory(RuleBasedStateMachine):
         rows=st.integers(8, 14),
         prefill=st.integers(4, 20),
         drafts=st.integers(0, 7),
+        oversubscribe=st.booleans(),
     )
-    def start(self, seed: int, num_seqs: int, num_pages: int, rows: int, prefill: int, drafts: int) -> None:
+    def start(
+        self, seed: int, num_seqs: int, num_pages: int, rows: int, prefill: int, drafts: int, oversubscribe: bool
+    ) -> None:
         self.config = SchedulerConfig(
             max_num_seqs=num_seqs,
             max_model_len=40,
             max_step_rows=rows,
             max_prefill_tokens=prefill,
             chunk_multiple=CHUNK,
+            oversubscribe=oversubscribe,
         )
         self.cache = CacheConfig(page_size=4, num_pages=num_pages)
         self.drafts = drafts
@@ -157,7 +193,6 @@ class SchedulerHistory(RuleBasedStateMachine):
         self.emitted: dict[str, list[int]] = {}
         self.finished: dict[str, RequestUpdate] = {}
         self.texts: dict[str, CountingText] = {}
-        self.admitted_order: list[str] = []
 
     @rule(
         num_prompt=st.integers(1, 20),
@@ -203,13 +238,27 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert self.scheduler.abort(name) is None
 
     @precondition(lambda self: self.scheduler.has_work)
-    @rule()
-    def fault(self) -> None:
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.scheduler.request_ids))
+        was_running, num_preempted = name in self.scheduler._running, self.scheduler.num_preempted
+        assert self.scheduler.preempt(name) == was_running
+        assert self.scheduler.num_preempted == num_preempted + was_running
+        assert not self.scheduler.preempt(name)
+
+    @precondition(lambda self: self.scheduler.has_work)
+    @rule(num_copied=st.one_of(st.none(), st.integers(0, 2)))
+    def fault(self, num_copied: int | None) -> None:
+        """Strikes in the forward, or after so many copies to the host."""
         plan = self.scheduler.schedule()
-        self.executor.run(plan, self.config, self.drafts)
-        touched = [item.request_id for item in plan.scheduled]
-        updates = self.scheduler.fail(touched, "device fell off")
-        assert [update.request_id for update in updates] == touched
+        if num_copied is None:
+            self.executor.run(plan, self.config, self.drafts)
+        else:
+            self.executor.move(plan, num_copied)
+        touched = {item.request_id for item in (*plan.scheduled, *plan.preempted)}
+        updates = self.scheduler.fail_round(plan, "device fell off")
+        assert len(updates) == len(touched)
+        assert {update.request_id for update in updates} == touched
         self.take(updates)
 
     @rule(count=st.integers(1, 4))
@@ -220,7 +269,6 @@ class SchedulerHistory(RuleBasedStateMachine):
     def one_round(self) -> None:
         plan = self.scheduler.schedule()
         assert bool(plan.scheduled) == self.scheduler.has_work, "work is waiting but nothing runs"
-        self.admitted_order.extend(item.request_id for item in plan.scheduled if item.is_first)
         self.take(self.scheduler.update(plan, self.executor.run(plan, self.config, self.drafts)))
 
     def take(self, updates: list[RequestUpdate]) -> None:
@@ -253,14 +301,21 @@ class SchedulerHistory(RuleBasedStateMachine):
     def everything_is_accounted_for(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        assert self.scheduler.num_free_slots + self.scheduler.num_running == self.config.max_num_seqs
+        scheduler, running = self.scheduler, list(self.scheduler._running.values())
+        assert scheduler.num_free_slots + scheduler.num_running == self.config.max_num_seqs
+        assert scheduler.num_running + scheduler.num_preempted <= self.config.max_num_seqs
+        held = [page_id for sequence in running for page_id in sequence.page_ids]
+        assert len(set(held)) == len(held) == self.cache.num_pages - scheduler.num_free_pages
+        assert len({sequence.state_slot for sequence in running}) == len(running)
+        assert all(s.page_ids == () and s.state_slot == -1 for s in (*scheduler._preempted, *scheduler._waiting))
         assert set(self.finished).isdisjoint(self.scheduler.request_ids)
         assert set(self.finished) | set(self.scheduler.request_ids) == set(self.requests)
-        if self.scheduler.num_running == 0:
-            assert self.scheduler.num_free_pages == self.cache.num_pages
         # First come, first served: nobody is admitted before an earlier request that still waits.
-        arrival = [int(name[1:]) for name in self.admitted_order]
-        assert arrival == sorted(arrival)
+        admitted = [sequence.status is not SequenceStatus.WAITING for sequence in scheduler._unfinished.values()]
+        assert admitted == sorted(admitted, reverse=True)
+        for queue in (running, scheduler._preempted, scheduler._waiting):
+            arrivals = [sequence.arrival for sequence in queue]
+            assert arrivals == sorted(arrivals)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -274,10 +329,11 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert self.scheduler.num_free_pages == self.cache.num_pages
         assert self.scheduler.num_free_slots == self.config.max_num_seqs
         self.executor.run(self.scheduler.schedule(), self.config, self.drafts)
-        assert not self.executor.seated, "a slot was not released exactly once"
+        assert not self.executor.seated, "a slot was not released"
+        assert not self.executor.copies, "a host copy was not dropped"
 
 
-SchedulerHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=20, deadline=None)
+SchedulerHistory.TestCase.settings = settings(max_examples=120, stateful_step_count=20, deadline=None)
 TestSchedulerHistory = SchedulerHistory.TestCase
 
 

@@ -155,6 +155,27 @@ def test_a_slot_forgets_on_release_and_starts_again(drafter, target):
     assert_same(drafter.propose(anchors({2: (5, 9)})), first)
 
 
+def test_a_snapshot_goes_on_in_another_slot_and_on_other_pages(drafter, target):
+    def rows(slot, count):
+        positions = torch.arange(count)
+        return page_table(slot)[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+
+    drafter.reset((0,))
+    run_step(drafter, target, chunks=((0, 0, 9),))
+    expected = drafter.propose(anchors({0: (5, 9)}))
+    with pytest.raises(EngineFault, match=r"copy at position 8 of slot 0.*9 tokens"):
+        drafter.snapshot(0, rows(0, 8))
+    snapshot = drafter.snapshot(0, rows(0, 9))
+    drafter.release((0,))
+    target.taps = target.taps + 1
+    drafter.reset((0,))
+    run_step(drafter, target, chunks=((0, 0, 12),))  # the old place is used by another sequence
+    drafter.restore(2, rows(2, 9), snapshot)
+    assert_same(drafter.propose(anchors({2: (5, 9)})), expected)
+    with pytest.raises(EngineFault, match="slot 2 is reset while it holds"):
+        drafter.restore(2, rows(2, 9), snapshot)
+
+
 def test_positions_must_continue_the_context(drafter, target):
     drafter.reset((0, 1))
     run_step(drafter, target, chunks=((0, 0, 6),))
@@ -227,5 +248,6 @@ def test_the_null_drafter_does_nothing():
     drafter = NullDrafter()
     drafter.reset((0,))
     assert drafter.propose(anchors({0: (1, 5)})) is None
+    drafter.restore(1, torch.arange(5), drafter.snapshot(0, torch.arange(5)))
     drafter.release((0,))
     assert (drafter.num_draft_tokens, drafter.aux_layer_ids) == (0, ())
