@@ -66,21 +66,6 @@ def test_foreign_token_ids_are_named(bad: int) -> None:
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"temperature": 0.7},
-        {"top_p": 0.9},
-        {"top_k": 40},
-        {"logprobs": 5},
-        {"temperature": 1e9},
-    ],
-)
-def test_anything_but_greedy_is_unsupported(kwargs: dict[str, float]) -> None:
-    with pytest.raises(UnsupportedError, match=f"{next(iter(kwargs))}="):
-        SamplingParams(**kwargs)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
         {"temperature": -1.0},
         {"temperature": math.nan},
         {"temperature": math.inf},
