@@ -57,7 +57,7 @@ def draw_keys(*words: torch.Tensor | int) -> torch.Tensor:
 
 
 def uniform(key_N: torch.Tensor) -> torch.Tensor:
-    """One number of [0, 1) per key, float64 with 53 random bits."""
+    """One number of [0, 1) per key, float64 with 53 random bits; a key serves this or ``gumbel``, not both."""
     return _shift_right(mix64(key_N + GAMMA), 11).double() * 2.0**-53
 
 
