@@ -107,7 +107,7 @@ def requests(seed: int = 0) -> list[Request]:
             Request(
                 request_id=f"r{index}",
                 prompt_token_ids=tuple(dice.randrange(VOCAB) for _ in range(dice.randint(1, 9))),
-                sampling=replace(params, max_tokens=max(dice.choice([2, 13, 24]), params.min_tokens)),
+                sampling=replace(params, max_tokens=max(dice.choice([2, 21, 29]), params.min_tokens)),
                 sample_index=dice.choice([0, 0, 3]),
             )
         )
@@ -116,7 +116,9 @@ def requests(seed: int = 0) -> list[Request]:
 
 @pytest.fixture(scope="module", params=[torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 def target(request: pytest.FixtureRequest) -> TableTarget:
-    return TableTarget(VOCAB, seed=3, sharpness=1.5, dtype=request.param)
+    target = TableTarget(VOCAB, seed=3, sharpness=1.5, dtype=request.param)
+    target.table[..., EOS] -= 2  # outputs long enough to compare
+    return target
 
 
 @pytest.fixture(scope="module")
@@ -313,7 +315,7 @@ def test_a_request_without_a_seed_gets_a_fresh_one_that_replays_it(target: Table
     assert {name: one.token_ids for name, one in drive(engine_for(target, None, seqs=1), again).items()} == tokens
 
 
-NUM_REQUESTS, NUM_OUTPUT = 4000, 4
+NUM_REQUESTS, NUM_OUTPUT = 2400, 4
 
 
 def small_target() -> TableTarget:
