@@ -1,14 +1,30 @@
 """The tensors of one step: what goes into a target forward and what comes out.
 
 Dims: T flat tokens, S sequences, S1 = S + 1, P pages per sequence, N rows that need logits,
-V vocabulary, D model width, A tapped layers, G draft positions, G1 = G + 1.
+V vocabulary, D model width, A tapped layers, G draft positions, G1 = G + 1, Q sequences whose tokens
+are not the plain argmax, R their rows among the N, B pairs of a row and a draft before it,
+C sequences that judge drafts with coins.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
-__all__ = ["DraftBlock", "ForwardBatch", "SpanGroup", "TargetOutput", "VerifyResult"]
+__all__ = [
+    "CoinSpans",
+    "DraftBlock",
+    "DraftSampling",
+    "ForwardBatch",
+    "Penalties",
+    "SpanGroup",
+    "StopMask",
+    "SubmittedDrafts",
+    "TargetOutput",
+    "TokenChoices",
+    "Truncation",
+    "VerifyResult",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,16 +84,107 @@ class TargetOutput:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Truncation:
+    """Cuts of the distribution, per sequence; a part that no sequence uses is None."""
+
+    top_k_S: torch.Tensor | None  # int64 >= 1, V or more = off
+    largest_k: int  # host: largest k that is not off
+    top_p_S: torch.Tensor | None  # 1 = off
+    min_p_S: torch.Tensor | None  # 0 = off
+
+    def rows(self, sequence_N: torch.Tensor) -> "Truncation":
+        """The same cuts per row, for rows of the given sequences."""
+        parts = (None if part is None else part[sequence_N] for part in (self.top_k_S, self.top_p_S, self.min_p_S))
+        top_k_N, top_p_N, min_p_N = parts
+        return Truncation(top_k_S=top_k_N, largest_k=self.largest_k, top_p_S=top_p_N, min_p_S=min_p_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSampling:
+    """How a drafter draws its drafts; a drafter may ignore it, then its drafts are taken as certain."""
+
+    seed_S: torch.Tensor  # int64
+    sample_S: torch.Tensor  # int64, sample index
+    temperature_S: torch.Tensor  # float64, 1 where greedy
+    greedy_S: torch.Tensor  # bool: draft the most likely token
+    coins_S: torch.Tensor  # bool: draw from the own distribution, with own noise, and hand it over
+    hands_over: bool  # host: coins_S.any()
+    truncation: Truncation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DraftBlock:
     """One batched proposal for all active sequences."""
 
     token_ids_SG: torch.Tensor  # int64, target ids
     confidence_SG: torch.Tensor | None  # float, sigmoid(conf logit); None without a head
+    # Distribution that each draft was drawn from, given the drafts before it, over target ids; None when
+    # no sequence draws, or when drafts are a function of the committed tokens.
+    probs_SGV: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Penalties:
+    """Repetition, presence and frequency penalties, and the tokens that they count."""
+
+    repetition_Q: torch.Tensor  # float64, 1 = neutral
+    presence_Q: torch.Tensor  # float64, 0 = neutral
+    frequency_Q: torch.Tensor  # float64, 0 = neutral
+    counts_QV: torch.Tensor  # int32, tokens of the committed output
+    seen_QV: torch.Tensor  # bool, tokens of prompt and committed output
+    later_rows_B: torch.Tensor  # int64, index into the R rows ...
+    earlier_ids_B: torch.Tensor  # ... and id of a draft of its span that precedes it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopMask:
+    """Stop ids that may not be drawn before ``min_tokens``."""
+
+    stop_QV: torch.Tensor  # bool
+    masked_R: torch.Tensor  # bool, whether the row is below its minimum
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoinSpans:
+    """Sequences whose drafts are judged by one of the rules that toss coins."""
+
+    rule: Literal["rejection", "block"]
+    spans_C: torch.Tensor  # int64, index among the sequences with logits
+    sequences_C: torch.Tensor  # int64, index into Q
+    anchor_positions_C: torch.Tensor  # int64, absolute: what tells one round from the next
+    rows_CG1: torch.Tensor  # int64, index into the R rows; a short span repeats its last row
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenChoices:
+    """How the tokens of those sequences are chosen that do not take the plain argmax."""
+
+    rows_R: torch.Tensor  # int64, rows of the step's logits
+    sequence_R: torch.Tensor  # int64, 0..Q-1
+    positions_R: torch.Tensor  # int64, absolute position of the token that the row chooses
+    seed_Q: torch.Tensor  # int64
+    sample_Q: torch.Tensor  # int64, sample index
+    temperature_Q: torch.Tensor  # float64, 1 where greedy
+    greedy_Q: torch.Tensor  # bool
+    truncation: Truncation
+    bias_QV: torch.Tensor | None  # float64
+    penalties: Penalties | None
+    stop_mask: StopMask | None
+    coins: tuple[CoinSpans, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubmittedDrafts:
+    """The drafts that the target judges, of every sequence with logits."""
+
+    token_ids_SG: torch.Tensor  # int64 target ids; entries at or beyond a length are ignored. G may be 0
+    lengths_S: torch.Tensor  # int64
+    probs_SGV: torch.Tensor | None  # see DraftBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyResult:
-    """Outcome of greedy acceptance, still on the device."""
+    """Outcome of acceptance, still on the device."""
 
     output_token_ids_SG1: torch.Tensor  # int64, accepted drafts then the final token, padding -1
     num_accepted_S: torch.Tensor  # int64, accepted drafts, without the final token

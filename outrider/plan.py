@@ -2,7 +2,30 @@
 
 from dataclasses import dataclass, field
 
-__all__ = ["PreemptedSequence", "RoundTimings", "ScheduledSequence", "StepPlan", "StepResult"]
+from outrider.request import SamplingParams, TokenLogprobs
+
+__all__ = [
+    "PreemptedSequence",
+    "RoundTimings",
+    "ScheduledSequence",
+    "SequenceChoice",
+    "StepPlan",
+    "StepResult",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceChoice:
+    """How the tokens of a sequence are chosen, where that is more than the argmax of its logits.
+
+    It is complete in every plan, so nothing of it lives on the device between rounds.
+    """
+
+    params: SamplingParams  # the seed is set
+    sample_index: int
+    num_prompt_tokens: int
+    stop_token_ids: frozenset[int]  # those that min_tokens masks
+    history: tuple[int, ...]  # committed tokens, the anchor included; () unless a penalty counts them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +46,7 @@ class ScheduledSequence:
     wants_logits: bool  # False for every prompt chunk but the last
     is_first: bool  # the slot is new to this sequence and must be reset
     is_resumed: bool = False  # the slot and pages are new to it and take in its host copy
+    choice: SequenceChoice | None = None  # None = plain argmax, no log probabilities
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +102,8 @@ class StepResult:
     output_token_ids: tuple[tuple[int, ...], ...]  # accepted drafts, then the final token; () mid-prompt
     num_drafted: tuple[int, ...]
     num_accepted: tuple[int, ...]  # without the final token
+    # Per output token, for sequences that ask for it, else None; () when no sequence does.
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
     num_steps: int = 1  # target steps
     num_rows: int = 0  # rows of all target steps
     timings: RoundTimings = field(default_factory=RoundTimings)

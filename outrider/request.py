@@ -1,13 +1,50 @@
 """What a caller asks for and what it gets back."""
 
-import math
-from dataclasses import dataclass
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from numbers import Integral, Real
+from typing import Literal, get_args
 
-from outrider.errors import RequestError, UnsupportedError
+from outrider.errors import RequestError
 
-__all__ = ["FinishReason", "Request", "RequestUpdate", "RequestUsage", "SamplingParams"]
+__all__ = [
+    "AcceptanceRule",
+    "FinishReason",
+    "Request",
+    "RequestUpdate",
+    "RequestUsage",
+    "SamplingParams",
+    "TokenLogprobs",
+    "samples_of",
+]
+
+AcceptanceRule = Literal["match", "rejection", "block"]
+ACCEPTANCE_RULES = get_args(AcceptanceRule)
+
+MIN_TEMPERATURE = 1e-3  # below it scores leave float32; greedy is what is meant
+MAX_BIASED_TOKENS = 1024
+MAX_BIAS = 100.0
+
+_REALS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_INTEGERS = ("top_k", "n", "min_tokens")
+_OPTIONAL_INTEGERS = ("seed", "max_tokens", "logprobs")
+_INT64_MAX = 2**63 - 1  # seeds and counts travel as int64
+_RANGES: dict[str, tuple[float, float, float]] = {  # lowest, highest, neutral value
+    "temperature": (0, 100, 0),
+    "top_k": (0, _INT64_MAX, 0),
+    "top_p": (0, 1, 1),
+    "min_p": (0, 1, 0),
+    "repetition_penalty": (0, 100, 1),
+    "presence_penalty": (-100, 100, 0),
+    "frequency_penalty": (-100, 100, 0),
+    "n": (1, 128, 1),
+    "seed": (0, _INT64_MAX, 0),
+    "max_tokens": (0, _INT64_MAX, 128),
+    "min_tokens": (0, _INT64_MAX, 0),
+    "logprobs": (0, 20, 0),
+}
 
 
 class FinishReason(StrEnum):
@@ -21,48 +58,78 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How to continue one prompt. Only greedy decoding is offered.
+    """How to continue one prompt. The default is greedy: the most likely token, ties to the lowest id.
+
+    Every row of logits goes through ``logit_bias``, the penalties, ``min_tokens``, ``temperature``,
+    ``top_k``, ``top_p``, ``min_p``, in this order, each on what the one before left. Log probabilities are
+    those of the model, before all of this.
 
     A token of ``stop_token_ids`` ends the request and is not part of its token ids, text or usage.
     The end-of-sequence ids of the checkpoint act the same unless ``ignore_eos``, which makes them
     ordinary tokens; it does not touch ``stop_token_ids``. The token that completes a ``stop`` string
-    is part of the token ids and usage; the text ends just before the string.
+    is part of the token ids and usage; the text ends just before the string. Before ``min_tokens`` tokens,
+    no stop id can be drawn and no stop string ends the request.
+
+    ``acceptance`` is the rule by which drafts stand. ``match``: while they equal the target's own draw, so
+    that speculation changes no token. ``rejection`` and ``block``: by coins, which accepts more drafts; the
+    distribution is the same, the tokens of one seed are not. Greedy requests always match.
 
     Raises:
         RequestError: a value is out of range.
-        UnsupportedError: the combination is not greedy, or asks for log probabilities.
     """
 
-    temperature: float = 0.0
+    temperature: float = 0.0  # 0 = greedy
     top_k: int = 0  # 0 = off
     top_p: float = 1.0
-    seed: int | None = None  # accepted: greedy output does not depend on it
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # of tokens in prompt and output
+    presence_penalty: float = 0.0  # of tokens in the output
+    frequency_penalty: float = 0.0  # of tokens in the output, per occurrence
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # token id -> added to its logit
+    n: int = 1  # samples of the prompt, see samples_of
+    seed: int | None = None  # None = a fresh one, reported with the last update
     max_tokens: int | None = None  # None = up to the context length
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None
+    logprobs: int | None = None  # log probability of every token, and this many best ones beside it
     speculation: bool = True  # False = this request never gets drafts
+    acceptance: AcceptanceRule = "match"
 
     def __post_init__(self) -> None:
         self._check_types()
         self._check_ranges()
-        self._check_greedy()
+        self._check_logit_bias()
+
+    @property
+    def is_argmax(self) -> bool:
+        """Whether every token is the argmax of the model's own logits."""
+        return self.temperature == 0 and not self.counts_tokens and not self.logit_bias and self.min_tokens == 0
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty looks at the tokens so far."""
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
+
+    def with_seed(self) -> "SamplingParams":
+        """These parameters with a seed: their own, or a fresh one."""
+        # 53 bits: the seed is reported in JSON, whose readers may hold numbers as doubles.
+        return self if self.seed is not None else replace(self, seed=secrets.randbits(53))
 
     def _check_types(self) -> None:
-        for name, value, kind in (
-            ("temperature", self.temperature, Real),
-            ("top_k", self.top_k, Integral),
-            ("top_p", self.top_p, Real),
-            ("seed", 0 if self.seed is None else self.seed, Integral),
-            ("max_tokens", 0 if self.max_tokens is None else self.max_tokens, Integral),
-            ("logprobs", 0 if self.logprobs is None else self.logprobs, Integral),
-        ):
-            if isinstance(value, bool) or not isinstance(value, kind):
-                raise RequestError(f"{name}={value!r} is not {'an integer' if kind is Integral else 'a number'}")
+        for name in _REALS:
+            _check_number(name, getattr(self, name), Real)
+        for name in _INTEGERS:
+            _check_number(name, getattr(self, name), Integral)
+        for name in _OPTIONAL_INTEGERS:
+            if getattr(self, name) is not None:
+                _check_number(name, getattr(self, name), Integral)
         for name, flag in (("ignore_eos", self.ignore_eos), ("speculation", self.speculation)):
             if not isinstance(flag, bool):
                 raise RequestError(f"{name}={flag!r} is neither True nor False")
+        if self.acceptance not in ACCEPTANCE_RULES:
+            raise RequestError(f"acceptance={self.acceptance!r} is unknown; use {', '.join(ACCEPTANCE_RULES)}")
         if isinstance(self.stop, str):
             raise RequestError(f"stop={self.stop!r} is one string; pass a tuple of strings")
         if not isinstance(self.stop, tuple | list) or not all(isinstance(text, str) for text in self.stop):
@@ -71,29 +138,39 @@ class SamplingParams:
             raise RequestError(f"stop_token_ids={self.stop_token_ids!r} is no tuple of token ids")
 
     def _check_ranges(self) -> None:
-        if not 0 <= self.temperature < math.inf:
-            raise RequestError(f"temperature={self.temperature} is not a finite number >= 0; use 0")
-        if not 0 < self.top_p <= 1:
-            raise RequestError(f"top_p={self.top_p} is outside (0, 1]; use 1")
-        if self.top_k < 0:
-            raise RequestError(f"top_k={self.top_k} is negative; use 0 to switch it off")
-        if self.max_tokens is not None and self.max_tokens < 0:
-            raise RequestError(f"max_tokens={self.max_tokens} is negative; use 0 or more")
+        for name, (low, high, neutral) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise RequestError(f"{name}={value} is outside {low}..{high}; use {neutral}")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            raise RequestError(
+                f"temperature={self.temperature} is positive but below {MIN_TEMPERATURE}; use 0 for greedy decoding"
+            )
+        if self.top_p == 0:
+            raise RequestError(f"top_p={self.top_p} keeps no token; use 1 to switch it off")
+        if self.repetition_penalty == 0:
+            raise RequestError(f"repetition_penalty={self.repetition_penalty} divides by zero; use 1")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower it")
         if "" in self.stop:
             raise RequestError("stop contains an empty string, which would match at once; remove it")
 
-    def _check_greedy(self) -> None:
-        for name, value, greedy_values in (
-            ("temperature", self.temperature, (0,)),
-            ("top_k", self.top_k, (0, 1)),
-            ("top_p", self.top_p, (1,)),
-            ("logprobs", self.logprobs, (None,)),
-        ):
-            if value not in greedy_values:
-                raise UnsupportedError(
-                    f"{name}={value} is not supported: decoding is greedy and returns no log "
-                    f"probabilities; use {name}={greedy_values[0]}"
-                )
+    def _check_logit_bias(self) -> None:
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(f"logit_bias={self.logit_bias!r} is no mapping of token ids to numbers")
+        if len(self.logit_bias) > MAX_BIASED_TOKENS:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} tokens, more than {MAX_BIASED_TOKENS}; bias fewer"
+            )
+        for token_id, bias in self.logit_bias.items():
+            _check_number(f"logit_bias[{token_id!r}]", bias, Real)
+            if not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise RequestError(f"logit_bias[{token_id}]={bias} is outside -{MAX_BIAS}..{MAX_BIAS}; use 0")
+
+
+def _check_number(name: str, value: object, kind: type) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise RequestError(f"{name}={value!r} is not {'an integer' if kind is Integral else 'a number'}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +181,31 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
     arrival_time: float = 0.0  # monotonic seconds
+    sample_index: int = 0  # which of the n samples of its prompt this is
+
+
+def samples_of(request: Request) -> tuple[Request, ...]:
+    """One request per sample: an engine runs them as any other requests.
+
+    They share the seed, which is drawn here if it is missing, and differ in ``sample_index``, a word of
+    every draw. A single sample keeps its id; the others get ``#index`` behind it.
+    """
+    sampling = request.sampling.with_seed()
+    if sampling.n == 1:
+        return (replace(request, sampling=sampling),)
+    return tuple(
+        replace(request, request_id=f"{request.request_id}#{index}", sampling=sampling, sample_index=index)
+        for index in range(sampling.n)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprobs:
+    """Natural logarithms of the model's probabilities at one position."""
+
+    token_id: int  # the emitted token
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the most likely tokens, descending, ties by ascending id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,3 +232,6 @@ class RequestUpdate:
     stop_reason: int | str | None = None  # the stop id or stop string that matched
     error: str | None = None
     usage: RequestUsage | None = None  # set exactly when finish_reason is
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # of new_token_ids; None unless asked for
+    seed: int | None = None  # what the draws depend on; set exactly when finish_reason is
+    sample_index: int = 0

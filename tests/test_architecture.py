@@ -14,7 +14,9 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="u
 
 # A new flag is a deliberate edit here, in docs/reference/cli.md and in the changelog.
 FLAGS = {
-    "Generate": "model drafter speculation prompt prompt_ids chat max_tokens json dtype device experts threads",
+    "Generate": "model drafter speculation prompt prompt_ids chat max_tokens min_tokens temperature top_k top_p min_p "
+    "repetition_penalty presence_penalty frequency_penalty logit_bias seed n stop ignore_eos logprobs acceptance json "
+    "dtype device experts threads",
     "Demo": "model drafter max_tokens threads",
     "BenchAb": "kind model drafter prompts tiers concurrency num_prompts max_tokens arms repeats threads speculation "
     "dtype device experts json record",

@@ -30,16 +30,37 @@ def _comma_separated(kind: type[int] | type[str], metavar: str) -> PrimitiveCons
     )
 
 
+def _biases() -> PrimitiveConstructorSpec[tuple[tuple[int, float], ...]]:
+    """One argument such as 17:-100,5:2.5 that becomes pairs of a token id and a number."""
+
+    def parse(arguments: list[str]) -> tuple[tuple[int, float], ...]:
+        pairs = (part.partition(":") for part in arguments[0].split(",") if part.strip())
+        return tuple((int(token_id), float(bias)) for token_id, _, bias in pairs)
+
+    def show(value: tuple[tuple[int, float], ...]) -> list[str]:
+        return [",".join(f"{token_id}:{bias}" for token_id, bias in value)]
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="ID:BIAS,ID:BIAS",
+        instance_from_str=parse,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=show,
+    )
+
+
 Ints = Annotated[tuple[int, ...], _comma_separated(int, "1,2,3")]
+Biases = Annotated[tuple[tuple[int, float], ...], _biases()]
 Names = Annotated[tuple[str, ...], _comma_separated(str, "a,b")]
 Dtype = Literal["auto", "float64", "float32", "bfloat16"]
 Experts = Literal["unpacked", "packed"]
+Acceptance = Literal["match", "rejection", "block"]
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generate:
-    """Continue one prompt greedily and print the generated text, nothing else, on stdout."""
+    """Continue one prompt and print the generated text, nothing else, on stdout. Greedy by default."""
 
     model: Model
     """Checkpoint directory, or its name under models/."""
@@ -55,8 +76,38 @@ class Generate:
     """Render --prompt as a user message in the chat form of the checkpoint."""
     max_tokens: int = 128
     """Tokens to generate at most."""
+    min_tokens: int = 0
+    """Tokens before which no stop id is drawn and no stop string ends the text."""
+    temperature: float = 0.0
+    """0 = greedy; above, the larger the more random."""
+    top_k: int = 0
+    """Draw from the K most likely tokens; 0 = from all."""
+    top_p: float = 1.0
+    """Draw from the most likely tokens that together reach this probability; 1 = from all."""
+    min_p: float = 0.0
+    """Draw from tokens at least this many times as likely as the best one; 0 = from all."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens in prompt and output; 1 = off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output; 0 = off."""
+    frequency_penalty: float = 0.0
+    """Subtracted from the logits of tokens in the output once per occurrence; 0 = off."""
+    logit_bias: Biases = ()
+    """Added to the logits of tokens, such as 17:-100,5:2.5."""
+    seed: int | None = None
+    """What the draws depend on; none = a fresh one, which --json reports."""
+    n: int = 1
+    """Samples of the prompt; their texts are printed one after the other, each with a line end."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """Text that ends the output, which is cut just before it; may be given several times."""
+    ignore_eos: bool = False
+    """Treat the end-of-sequence ids of the checkpoint as ordinary tokens."""
+    logprobs: int | None = None
+    """With --json: log probability of every token, and this many most likely ones beside it."""
+    acceptance: Acceptance = "match"
+    """How drafts stand: equal to the target's own draw (match), or by coins (rejection, block)."""
     json: bool = False
-    """Print one JSON object instead: text, token ids, finish reason, rounds, drafted, accepted."""
+    """Print one JSON object instead: text, token ids, seed, log probabilities, rounds and more, of all samples."""
     dtype: Dtype = "auto"
     """Number format of the model; auto = that of the checkpoint."""
     device: str = "cpu"

@@ -45,6 +45,7 @@ class StepDrafts:
 
     token_ids_SG: torch.Tensor  # int64, the whole block of the round; G may be 0
     block_rows: tuple[int, ...]  # host: row of the block for each sequence of the step; 0 without drafts
+    probs_SGV: torch.Tensor | None = None  # of the whole block, see DraftBlock
 
 
 class PageTable:

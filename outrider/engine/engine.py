@@ -1,6 +1,7 @@
 """The loop: submit, abort, step, shutdown. Synchronous, one thread, the same for serving and offline."""
 
 import logging
+from dataclasses import replace
 from time import perf_counter
 from typing import Protocol
 
@@ -54,7 +55,9 @@ class Engine:
         return self._scheduler.has_work
 
     def submit(self, request: Request) -> RequestUpdate | None:
-        """Queue a request; the update is set when it is finished already (``max_tokens=0``).
+        """Queue one sample of a request; the update is set when it is finished already (``max_tokens=0``).
+
+        ``sampling.n`` is for callers, who submit each of ``samples_of(request)``. A missing seed is drawn here.
 
         Raises:
             RequestError: the request is malformed or can never fit; nothing was queued.
@@ -63,6 +66,8 @@ class Engine:
         self._check_alive()
         check_token_ids("prompt_token_ids", request.prompt_token_ids, self._vocab_size)
         check_token_ids("stop_token_ids", request.sampling.stop_token_ids, self._vocab_size)
+        check_token_ids("logit_bias", request.sampling.logit_bias, self._vocab_size)
+        request = replace(request, sampling=request.sampling.with_seed())
         update = self._scheduler.add(request, self._stop_text(request))
         if update is not None:
             self.metrics.record_updates([update])
@@ -155,4 +160,4 @@ class Engine:
                     f"stop={list(request.sampling.stop)} needs a tokenizer and this engine has none; use stop_token_ids"
                 )
             return None
-        return IncrementalDetokenizer(self._tokenizer, request.sampling.stop)
+        return IncrementalDetokenizer(self._tokenizer, request.sampling.stop, min_tokens=request.sampling.min_tokens)

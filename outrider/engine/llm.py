@@ -5,7 +5,6 @@ that a server would, so they may be mixed freely from one thread.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -18,6 +17,7 @@ from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.engine.engine import Engine
 from outrider.engine.load import load_vocabulary, resolve_device, resolve_dtype, resolve_model_len
 from outrider.engine.metrics import EngineMetrics
+from outrider.engine.outputs import RequestOutput, RunningSample, SampleOutput, collect_outputs
 from outrider.engine.prefill import last_logits
 from outrider.errors import RequestError, UnsupportedError, allocating
 from outrider.models.dspark.checkpoint import TargetTables
@@ -25,29 +25,13 @@ from outrider.models.dspark.config_json import read_config
 from outrider.models.dspark.load import load_predictor
 from outrider.models.kimi_k3.moe import ExpertForm
 from outrider.models.registry import load_target
-from outrider.request import FinishReason, Request, RequestUpdate, RequestUsage, SamplingParams
+from outrider.request import Request, RequestUpdate, SamplingParams, samples_of
 from outrider.scheduling.admission import check_token_ids
 from outrider.speculative.drafter import DSparkDrafter
 
-__all__ = ["LLM", "Prompt", "RequestOutput"]
+__all__ = ["LLM", "Prompt", "RequestOutput", "SampleOutput"]
 
 Prompt = str | Sequence[int]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """A finished request."""
-
-    request_id: str
-    prompt_token_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]  # without a stop id
-    text: str  # "" without a tokenizer
-    finish_reason: FinishReason
-    stop_reason: int | str | None
-    error: str | None  # set when finish_reason is "error"
-    usage: RequestUsage
-    time_to_first_token_s: float | None  # since submission; None when no token was emitted
-    total_s: float
 
 
 class LLM:
@@ -149,10 +133,10 @@ class LLM:
             raise RequestError("sampling is neither SamplingParams nor a list of them; pass one for all or one each")
         if len(sampling) != len(prompts):
             raise RequestError(f"{len(sampling)} sampling parameters for {len(prompts)} prompts; pass one each")
-        running: list[_Running] = []
+        running: list[RunningSample] = []
         try:
             for prompt, params in zip(prompts, sampling, strict=True):
-                running.append(self._submit(prompt, params))
+                self._submit(prompt, params, running)
             while any(request.last is None for request in running):
                 for request in running:
                     request.take(self._mailbox[request.request.request_id])
@@ -161,25 +145,31 @@ class LLM:
         finally:
             for request in running:
                 self._drop(request.request.request_id)
-        return [request.output() for request in running]
+        return collect_outputs(running)
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[RequestUpdate]:
-        """Continue one prompt, yielding an update per round; the last one has a ``finish_reason``.
+        """Continue one prompt, yielding an update per round and sample; the last of each has a ``finish_reason``.
 
         The request is submitted when the first update is asked for, which may raise RequestError.
         Closing the iterator early aborts it.
         """
-        request_id = self._submit(prompt, sampling or SamplingParams()).request.request_id
+        running: list[RunningSample] = []
         try:
+            self._submit(prompt, sampling or SamplingParams(), running)
+            mailboxes = [self._mailbox[sample.request.request_id] for sample in running]
+            num_unfinished = len(running)
             while True:
-                for update in self._mailbox[request_id]:
-                    yield update
-                    if update.finish_reason is not None:
-                        return
-                self._mailbox[request_id].clear()
+                for mailbox in mailboxes:
+                    for update in mailbox:
+                        yield update
+                        num_unfinished -= update.finish_reason is not None
+                    mailbox.clear()
+                if not num_unfinished:
+                    return
                 self._step()
         finally:
-            self._drop(request_id)
+            for sample in running:
+                self._drop(sample.request.request_id)
 
     def last_logits(self, prompt_token_ids: Sequence[int]) -> torch.Tensor:
         """Logits ``[V]`` after the prompt, compute dtype; running requests are not touched.
@@ -209,23 +199,24 @@ class LLM:
     ) -> None:
         self.shutdown()
 
-    def _submit(self, prompt: Prompt, sampling: SamplingParams) -> "_Running":
+    def _submit(self, prompt: Prompt, sampling: SamplingParams, running: list[RunningSample]) -> None:
+        """Submit every sample of a prompt and append it to ``running``, also if a later one is refused."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UnsupportedError("the checkpoint has no tokenizer, so a text prompt cannot run; pass token ids")
             prompt = self.tokenizer.encode(prompt)
         elif isinstance(prompt, bytes) or not isinstance(prompt, Iterable):
             raise RequestError(f"the prompt is {type(prompt).__name__}; pass a text or a list of token ids")
-        begin = perf_counter()
         request = Request(
             request_id=f"request-{next(self._ids)}",
             prompt_token_ids=tuple(prompt),
             sampling=sampling,
-            arrival_time=begin,
+            arrival_time=perf_counter(),
         )
-        update = self.engine.submit(request)
-        self._mailbox[request.request_id] = [] if update is None else [update]
-        return _Running(request)
+        for sample in samples_of(request):
+            update = self.engine.submit(sample)
+            self._mailbox[sample.request_id] = [] if update is None else [update]
+            running.append(RunningSample(request.request_id, sample))
 
     def _step(self) -> None:
         self._deliver(self.engine.step())
@@ -239,44 +230,3 @@ class LLM:
         """Forget a request; aborts it when it still runs."""
         self.engine.abort(request_id)
         del self._mailbox[request_id]
-
-
-class _Running:
-    """Collects the updates of one request of ``generate``."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.last: RequestUpdate | None = None
-        self._token_ids: list[int] = []
-        self._text: list[str] = []
-        self._first_token_time: float | None = None
-        self._end_time = 0.0
-
-    def take(self, updates: list[RequestUpdate]) -> None:
-        """Consume updates."""
-        for update in updates:
-            self._token_ids.extend(update.new_token_ids)
-            self._text.append(update.new_text)
-            if self._first_token_time is None and update.new_token_ids:
-                self._first_token_time = perf_counter()
-            if update.finish_reason is not None:
-                self.last, self._end_time = update, perf_counter()
-        updates.clear()
-
-    def output(self) -> RequestOutput:
-        """The finished request."""
-        last = self.last
-        assert last is not None and last.finish_reason is not None and last.usage is not None
-        begin = self.request.arrival_time
-        return RequestOutput(
-            request_id=self.request.request_id,
-            prompt_token_ids=self.request.prompt_token_ids,
-            token_ids=tuple(self._token_ids),
-            text="".join(self._text),
-            finish_reason=last.finish_reason,
-            stop_reason=last.stop_reason,
-            error=last.error,
-            usage=last.usage,
-            time_to_first_token_s=None if self._first_token_time is None else self._first_token_time - begin,
-            total_s=self._end_time - begin,
-        )

@@ -8,18 +8,27 @@ Dims: S sequences, G draft positions, N rows that need logits.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, count
 
 import torch
 
-from outrider.batch import ForwardBatch, TargetOutput, VerifyResult
+from outrider.batch import ForwardBatch, SubmittedDrafts, TargetOutput, VerifyResult
 from outrider.cache.cache_set import CacheSet
 from outrider.engine.batching import PageTable, StepDrafts, StepSpans, build_batch, upload
 from outrider.engine.metrics import PhaseClock
+from outrider.engine.sampling import (
+    LogprobRows,
+    build_choices,
+    build_draft_sampling,
+    logprob_columns,
+    logprob_rows,
+    read_logprobs,
+)
 from outrider.models.protocol import TargetModel
 from outrider.plan import ScheduledSequence, StepPlan, StepResult
+from outrider.request import TokenLogprobs
 from outrider.speculative.drafter import Anchors, Drafter, ObservedSpans
-from outrider.speculative.verify import verify_greedy
+from outrider.speculative.verify import verify
 
 __all__ = ["RoundParts", "run_round"]
 
@@ -42,6 +51,7 @@ class Proposal:
     token_ids_SG: torch.Tensor  # int64; S counts the drafting sequences only
     block_rows: tuple[int, ...]  # row of token_ids_SG per scheduled sequence; 0 without drafts
     verify_lengths: tuple[int, ...]  # per scheduled sequence
+    probs_SGV: torch.Tensor | None = None  # what the drafts were drawn from, see DraftBlock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +60,7 @@ class Outcome:
 
     output_token_ids: tuple[tuple[int, ...], ...]  # () where no logits were wanted
     num_accepted: tuple[int, ...]
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...]  # per output token; None where not asked for
 
 
 def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
@@ -61,7 +72,11 @@ def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
     num_rows = 0
     for begin, end in _split(plan, proposal.verify_lengths, parts.max_step_rows):
         spans = StepSpans(items=plan.scheduled[begin:end], verify_lengths=proposal.verify_lengths[begin:end])
-        drafts = StepDrafts(token_ids_SG=proposal.token_ids_SG, block_rows=proposal.block_rows[begin:end])
+        drafts = StepDrafts(
+            token_ids_SG=proposal.token_ids_SG,
+            block_rows=proposal.block_rows[begin:end],
+            probs_SGV=proposal.probs_SGV,
+        )
         with clock.phase("batch"):
             batch = build_batch(spans, drafts, parts.page_table)
         with clock.phase("forward"):
@@ -71,7 +86,7 @@ def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
         with clock.phase("commit"):
             parts.caches.commit(batch, verdict.num_accepted_S[: spans.num_decodes] + 1)
         with clock.phase("accept"):
-            outcome = _read(spans, verdict)
+            outcome = _read(spans, verdict, output, logprob_rows(spans, drafts, parts.target.vocab_size))
         with clock.phase("observe"):
             _observe(parts.drafter, spans, batch, output, outcome)
         outcomes.append(outcome)
@@ -80,6 +95,7 @@ def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
         output_token_ids=tuple(chain.from_iterable(o.output_token_ids for o in outcomes)),
         num_drafted=proposal.verify_lengths,
         num_accepted=tuple(chain.from_iterable(o.num_accepted for o in outcomes)),
+        logprobs=tuple(chain.from_iterable(o.logprobs for o in outcomes)),
         num_steps=len(outcomes),
         num_rows=num_rows,
         timings=clock.timings(),
@@ -90,7 +106,7 @@ def _propose(parts: RoundParts, plan: StepPlan) -> Proposal:
     """One batched proposal for every sequence that may use a draft."""
     device = parts.page_table.device
     drafting = [item for item in plan.scheduled if item.draft_budget > 0]
-    block = parts.drafter.propose(_anchors(parts.page_table, drafting)) if drafting else None
+    block = parts.drafter.propose(_anchors(parts, drafting)) if drafting else None
     if block is None:
         nothing = (0,) * len(plan.scheduled)
         empty_SG = torch.empty((1, 0), dtype=torch.int64, device=device)
@@ -100,10 +116,12 @@ def _propose(parts: RoundParts, plan: StepPlan) -> Proposal:
         token_ids_SG=block.token_ids_SG,
         block_rows=tuple(row_of.get(item.request_id, 0) for item in plan.scheduled),
         verify_lengths=_choose_lengths(plan.scheduled, block.token_ids_SG.shape[1]),
+        probs_SGV=block.probs_SGV,
     )
 
 
-def _anchors(page_table: PageTable, drafting: list[ScheduledSequence]) -> Anchors:
+def _anchors(parts: RoundParts, drafting: list[ScheduledSequence]) -> Anchors:
+    page_table = parts.page_table
     slots = [item.state_slot for item in drafting]
     positions = [item.start_position for item in drafting]
     token_ids_S, positions_S, slots_S = upload(
@@ -116,6 +134,7 @@ def _anchors(page_table: PageTable, drafting: list[ScheduledSequence]) -> Anchor
         page_size=page_table.page_size,
         slots=tuple(slots),
         positions=tuple(positions),
+        sampling=build_draft_sampling(drafting, parts.target.vocab_size, page_table.device),
     )
 
 
@@ -148,20 +167,36 @@ def _accept(spans: StepSpans, drafts: StepDrafts, output: TargetOutput) -> Verif
     )
     if not wanted:
         return VerifyResult(output_token_ids_SG1=rows_S[:, None], num_accepted_S=lengths_S)
-    return verify_greedy(output.logits_NV, drafts.token_ids_SG[rows_S], lengths_S)
+    submitted = SubmittedDrafts(
+        token_ids_SG=drafts.token_ids_SG[rows_S],
+        lengths_S=lengths_S,
+        probs_SGV=None if drafts.probs_SGV is None else drafts.probs_SGV[rows_S],
+    )
+    vocab_size, device = output.logits_NV.shape[1], output.logits_NV.device
+    return verify(output.logits_NV, submitted, build_choices(spans, drafts, vocab_size, device))
 
 
-def _read(spans: StepSpans, verdict: VerifyResult) -> Outcome:
-    """The only copy from device to host of a step: output ids and accepted counts, packed."""
+def _read(
+    spans: StepSpans, verdict: VerifyResult, output: TargetOutput, wanted_logprobs: LogprobRows | None
+) -> Outcome:
+    """The only copy from device to host of a step: output ids, accepted counts, log probabilities, packed."""
     packed = torch.cat((verdict.num_accepted_S[:, None], verdict.output_token_ids_SG1), dim=1)
-    rows = iter(packed.tolist())
-    output_token_ids: list[tuple[int, ...]] = []
-    num_accepted: list[int] = []
-    for item in spans.items:
-        accepted, *token_ids = next(rows) if item.wants_logits else [-1]
-        output_token_ids.append(tuple(token_ids[: accepted + 1]))
-        num_accepted.append(max(accepted, 0))
-    return Outcome(output_token_ids=tuple(output_token_ids), num_accepted=tuple(num_accepted))
+    if wanted_logprobs is None:
+        rows, columns = packed.tolist(), []
+    else:
+        columns_LK = logprob_columns(output.logits_NV, verdict, wanted_logprobs)
+        flat = torch.cat((packed.double().flatten(), columns_LK.flatten())).cpu()
+        rows = flat[: packed.numel()].long().view(packed.shape).tolist()
+        columns = flat[packed.numel() :].view(columns_LK.shape).tolist()
+    judged = [tuple(token_ids[: accepted + 1]) for accepted, *token_ids in rows]
+    logprobs = read_logprobs(wanted_logprobs, columns, judged) if wanted_logprobs is not None else {}
+    spans_of = count()
+    index_of = [next(spans_of) if item.wants_logits else None for item in spans.items]
+    return Outcome(
+        output_token_ids=tuple(() if index is None else judged[index] for index in index_of),
+        num_accepted=tuple(0 if index is None else rows[index][0] for index in index_of),
+        logprobs=tuple(None if index is None else logprobs.get(index) for index in index_of),
+    )
 
 
 def _observe(drafter: Drafter, spans: StepSpans, batch: ForwardBatch, output: TargetOutput, outcome: Outcome) -> None:

@@ -1,5 +1,6 @@
 """Pure budget arithmetic: can this request run, and what does its whole life need?"""
 
+from collections.abc import Iterable
 from numbers import Integral
 
 from outrider.config import CacheConfig, SchedulerConfig
@@ -54,7 +55,7 @@ def num_pages_for(num_tokens: int, page_size: int) -> int:
     return -(-num_tokens // page_size)
 
 
-def check_token_ids(name: str, token_ids: tuple[int, ...], vocab_size: int) -> None:
+def check_token_ids(name: str, token_ids: Iterable[int], vocab_size: int) -> None:
     """Raise RequestError unless every id is one of the integers ``0..vocab_size-1``."""
     for token_id in token_ids:
         # A float would be cut to an integer later on, in silence.

@@ -19,7 +19,7 @@ from random import Random
 
 from outrider.config import CacheConfig, SchedulerConfig
 from outrider.errors import RequestError
-from outrider.plan import ScheduledSequence, StepPlan, StepResult
+from outrider.plan import ScheduledSequence, SequenceChoice, StepPlan, StepResult
 from outrider.request import FinishReason, Request, RequestUpdate
 from outrider.scheduling.admission import num_pages_for, resolve_max_new_tokens
 from outrider.scheduling.cut import Cut, append_until_end
@@ -124,6 +124,11 @@ class Scheduler:
             token_ids=list(request.prompt_token_ids),
             arrival=self._num_arrivals,
         )
+        if request.sampling.min_tokens and len(sequence.stop_token_ids) >= self._vocab_size:
+            raise RequestError(
+                f"every token of the vocabulary of {self._vocab_size} is a stop id, so "
+                f"min_tokens={request.sampling.min_tokens} leaves none; use 0 or fewer stop ids"
+            )
         if sequence.max_new_tokens == 0:
             return self._finish(sequence, FinishReason.LENGTH, Cut())
         self._num_arrivals += 1
@@ -181,9 +186,12 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Write the outcome of a round into the sequences; one update per sequence with tokens."""
-        outcomes = zip(plan.scheduled, result.output_token_ids, result.num_drafted, result.num_accepted, strict=True)
+        logprobs = result.logprobs or (None,) * len(plan.scheduled)
+        outcomes = zip(
+            plan.scheduled, result.output_token_ids, result.num_drafted, result.num_accepted, logprobs, strict=True
+        )
         updates: list[RequestUpdate] = []
-        for item, output_token_ids, num_drafted, num_accepted in outcomes:
+        for item, output_token_ids, num_drafted, num_accepted, token_logprobs in outcomes:
             sequence = self._running.get(item.request_id)
             if sequence is None:  # ended between the run and this call
                 continue
@@ -197,7 +205,10 @@ class Scheduler:
                 sequence.num_rounds += 1
                 sequence.num_drafted += num_drafted
             if item.wants_logits:
-                updates.append(self._emit(sequence, output_token_ids, num_drafted, num_accepted))
+                update = self._emit(sequence, output_token_ids, num_drafted, num_accepted)
+                if token_logprobs is not None:  # cut where the tokens are cut
+                    update = replace(update, logprobs=token_logprobs[: len(update.new_token_ids)])
+                updates.append(update)
         return updates
 
     def _reserve_next_rows(self) -> None:
@@ -257,6 +268,7 @@ class Scheduler:
             wants_logits=True,
             is_first=False,
             is_resumed=sequence.on_host,
+            choice=_choice(sequence),
         )
 
     def _prompt_chunks(self) -> list[ScheduledSequence]:
@@ -270,6 +282,7 @@ class Scheduler:
                 break
             budget -= length
             start = sequence.num_computed_tokens
+            is_last = start + length == sequence.num_prompt_tokens
             chunks.append(
                 ScheduledSequence(
                     request_id=sequence.request.request_id,
@@ -279,9 +292,10 @@ class Scheduler:
                     query_token_ids=tuple(sequence.token_ids[start : start + length]),
                     draft_budget=0,
                     is_prompt=True,
-                    wants_logits=start + length == sequence.num_prompt_tokens,
+                    wants_logits=is_last,
                     is_first=start == 0,
                     is_resumed=sequence.on_host,
+                    choice=_choice(sequence) if is_last else None,
                 )
             )
         return chunks
@@ -313,6 +327,7 @@ class Scheduler:
             new_text=cut.text,
             num_drafted=num_drafted,
             num_accepted=num_accepted,
+            sample_index=sequence.request.sample_index,
         )
 
     def _end(self, request_id: str, reason: FinishReason, error: str | None) -> RequestUpdate | None:
@@ -343,4 +358,20 @@ class Scheduler:
             stop_reason=cut.stop_reason,
             error=cut.error,
             usage=sequence.usage(),
+            seed=sequence.request.sampling.seed,
+            sample_index=sequence.request.sample_index,
         )
+
+
+def _choice(sequence: Sequence) -> SequenceChoice | None:
+    """None for what the argmax of the logits decides."""
+    sampling = sequence.request.sampling
+    if sampling.is_argmax and sampling.logprobs is None:
+        return None
+    return SequenceChoice(
+        params=sampling,
+        sample_index=sequence.request.sample_index,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        stop_token_ids=sequence.stop_token_ids,
+        history=tuple(sequence.token_ids) if sampling.counts_tokens else (),
+    )

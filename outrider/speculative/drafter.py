@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from outrider.batch import DraftBlock, ForwardBatch, TargetOutput
+from outrider.batch import DraftBlock, DraftSampling, ForwardBatch, TargetOutput
 from outrider.errors import EngineFault
 from outrider.models.dspark.block import BlockAnchors, BlockPredictor
 
@@ -31,6 +31,7 @@ class Anchors:
     page_size: int
     slots: tuple[int, ...]  # host: state slot of each sequence
     positions: tuple[int, ...]  # host copy of positions_S
+    sampling: DraftSampling | None = None  # None = greedy drafts for all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +59,11 @@ class Drafter(Protocol):
         """Which stream to tap: "mixture" or "prefix"."""
 
     def propose(self, anchors: Anchors) -> DraftBlock | None:
-        """One block for every anchor, all in one call; None when there is nothing to verify."""
+        """One block for every anchor, all in one call; None when there is nothing to verify.
+
+        Drafts that are drawn (``anchors.sampling.coins_S``) come with what they were drawn from. A drafter
+        may ignore ``sampling`` if its drafts are a function of what it has observed and of the anchor.
+        """
 
     def observe(self, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
         """Take in the committed rows of one target step, prompt chunks included."""
@@ -177,6 +182,7 @@ class DSparkDrafter:
                 page_table_SP=anchors.page_table_SP,
                 page_size=anchors.page_size,
                 max_position=max(anchors.positions),
+                sampling=anchors.sampling,
             ),
         ).block
 

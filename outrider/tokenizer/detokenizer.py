@@ -24,12 +24,15 @@ class IncrementalDetokenizer:
         tokenizer: source of the bytes of each token.
         stop: non-empty stop strings, compared with the decoded text.
         skip_special: leave hidden tokens out of the text.
+        min_tokens: a stop string that an earlier token than this (counted from 1) completes is ordinary text.
 
     Raises:
         RequestError: `stop` is a single string or contains an empty one.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), skip_special: bool = True, min_tokens: int = 0
+    ) -> None:
         if isinstance(stop, str):
             raise RequestError(f"stop={stop!r} is one string; pass a list of strings")
         if "" in stop:
@@ -37,6 +40,7 @@ class IncrementalDetokenizer:
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._show_special = not skip_special
+        self._min_tokens = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = ""
         self._flushed = False
@@ -138,7 +142,8 @@ class IncrementalDetokenizer:
 
     def _advance(self, text: str) -> str:
         self._held += text
-        match = _first_stop(self._held, self._stop) if text else None
+        may_stop = bool(text) and self._num_tokens >= self._min_tokens
+        match = _first_stop(self._held, self._stop) if may_stop else None
         if match is None:
             return self._emit(len(self._held) - _num_held_back(self._held, self._stop))
         start, self._matched_stop = match

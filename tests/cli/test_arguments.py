@@ -21,6 +21,17 @@ def test_generate_in_any_order() -> None:
     assert parse("generate", *line, "m") == expected
 
 
+def test_sampling_flags() -> None:
+    line = "--temperature 0.7 --top-p 0.9 --top-k 40 --min-p 0.05 --seed 7 --n 3 --logprobs 2 --ignore-eos".split()
+    line += "--min-tokens 4 --repetition-penalty 1.1 --presence-penalty 0.5 --frequency-penalty -0.5".split()
+    line += ["--logit-bias", "17:-100,5:2.5", "--stop", "a, b", "--stop", "\n", "--acceptance", "block"]
+    assert parse("generate", "m", "--prompt", "x", *line) == Generate(
+        model="m", prompt="x", temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=7, n=3, logprobs=2,
+        ignore_eos=True, min_tokens=4, repetition_penalty=1.1, presence_penalty=0.5, frequency_penalty=-0.5,
+        logit_bias=((17, -100.0), (5, 2.5)), stop=("a, b", "\n"), acceptance="block",
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("text", ["- a list", "-5 + 3", "None", "two\nlines", " ", "a,b", "ünïcode"])
 def test_a_prompt_may_be_any_text(text: str) -> None:
     assert parse("generate", "m", "--prompt", text).prompt == text
@@ -65,6 +76,10 @@ def test_wrong_lines_end_with_status_2(line: str, capsys: pytest.CaptureFixture[
         ("generate m --unknown 1", "--unknown"),
         ("generate m --prompt-ids 1,x", "--prompt-ids"),
         ("generate m --dtype int8", "'int8'"),
+        ("generate m --logit-bias x:1", "--logit-bias"),
+        ("generate m --logit-bias 5", "--logit-bias"),
+        ("generate m --temperature warm", "--temperature"),
+        ("generate m --acceptance always", "'always'"),
     ],
 )
 def test_a_wrong_line_is_one_line_on_stderr(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:

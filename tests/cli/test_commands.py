@@ -66,6 +66,36 @@ def test_generate_gives_the_same_ids_at_every_draft_length(pair, capsys: pytest.
         assert (spec["drafted"] > 0) is drafts
 
 
+def test_one_seed_gives_one_text_at_every_draft_length(pair, capsys: pytest.CaptureFixture[str]) -> None:
+    target, drafter = pair
+    line = ["generate", target, "--prompt-ids", PROMPT, "--max-tokens", "9", "--json", "--temperature", "0.9"]
+    line += "--top-p 0.95 --top-k 60 --min-p 0.001 --repetition-penalty 1.1 --presence-penalty 0.2".split()
+    line += "--frequency-penalty 0.1 --logit-bias 5:-100,9:1.5 --min-tokens 2 --ignore-eos --n 2 --logprobs 2".split()
+    plain = json_of(capsys, *line, "--seed", "7")
+    spec = json_of(capsys, *line, "--seed", "7", "--drafter", drafter)
+    assert plain["seed"] == spec["seed"] == 7
+    assert (plain["drafted"], spec["drafted"] > 0) == (0, True)
+    for ours, theirs in zip(spec["outputs"], plain["outputs"], strict=True):
+        assert (ours["token_ids"], ours["logprobs"]) == (theirs["token_ids"], theirs["logprobs"])
+        assert [entry["token_id"] for entry in ours["logprobs"]] == ours["token_ids"]
+        assert all(len(entry["top"]) == 2 and entry["logprob"] < 0 for entry in ours["logprobs"])
+    first, second = (output["token_ids"] for output in plain["outputs"])
+    assert first != second and first == plain["token_ids"] and 5 not in first + second
+    fresh = [json_of(capsys, *line) for _ in range(2)]
+    assert fresh[0]["seed"] != fresh[1]["seed"]
+    assert json_of(capsys, *line, "--seed", str(fresh[0]["seed"]))["outputs"] == fresh[0]["outputs"]
+
+
+def test_several_texts_are_printed_one_after_the_other(talking_pair, capsys) -> None:
+    target, _ = talking_pair
+    line = ["generate", target, "--prompt", "hello", "--max-tokens", "6", "--n", "3"]
+    line += ["--temperature", "1", "--seed", "5", "--logit-bias", "97:40", "--stop", "aaaa", "--stop", "never"]
+    texts = [output["text"] for output in json_of(capsys, *line, "--json")["outputs"]]
+    assert main(line) == 0
+    assert capsys.readouterr().out == "".join(text + "\n" for text in texts)
+    assert texts == [""] * 3, "the text ends just before the stop string"
+
+
 def test_logits_of_the_last_position_lead_to_the_next_token(pair, tmp_path: Path, capsys) -> None:
     target, _ = pair
     for dtype in ("auto", "float64"):
@@ -101,6 +131,14 @@ def test_inspect_needs_nothing_but_the_config(pair, tmp_path: Path, capsys: pyte
         ("generate {target} --prompt-ids 5000 --json", "5000"),
         ("generate {target} --prompt-ids 1", "no text; add --json"),
         ("generate {target} --prompt-ids 1 --json --max-tokens -1", "max_tokens=-1"),
+        ("generate {target} --prompt-ids 1 --json --temperature -1", "temperature=-1"),
+        ("generate {target} --prompt-ids 1 --json --top-p 0", "top_p=0"),
+        ("generate {target} --prompt-ids 1 --json --n 0", "n=0"),
+        ("generate {target} --prompt-ids 1 --json --seed -1", "seed=-1"),
+        ("generate {target} --prompt-ids 1 --json --logprobs 21", "logprobs=21"),
+        ("generate {target} --prompt-ids 1 --json --logit-bias 5000:1", "logit_bias contains 5000"),
+        ("generate {target} --prompt-ids 1 --json --logit-bias 5:1,5:2", "--logit-bias names token 5"),
+        ("generate {target} --prompt-ids 1 --logprobs 1", "use it with --json"),
         ("generate {target} --prompt-ids 1 --threads -1", "--threads -1"),
         ("generate {target} --prompt-ids 1 --device moon", "device='moon'"),
         ("inspect {drafter}/absent", "no checkpoint"),

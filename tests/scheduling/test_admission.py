@@ -1,12 +1,13 @@
 """Request validation and whole-life arithmetic."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
 from outrider.config import CacheConfig, EngineConfig, SchedulerConfig, resolve_num_draft_tokens
 from outrider.errors import CapacityError, ConfigError, RequestError, UnsupportedError
-from outrider.request import Request, SamplingParams
+from outrider.request import Request, SamplingParams, samples_of
 from outrider.scheduling.admission import check_token_ids, num_pages_for, resolve_max_new_tokens
 
 SCHEDULER = SchedulerConfig(max_num_seqs=2, max_model_len=64, max_step_rows=16, max_prefill_tokens=16, chunk_multiple=8)
@@ -66,26 +67,35 @@ def test_foreign_token_ids_are_named(bad: int) -> None:
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"temperature": 0.7},
-        {"top_p": 0.9},
-        {"top_k": 40},
-        {"logprobs": 5},
-        {"temperature": 1e9},
-    ],
-)
-def test_anything_but_greedy_is_unsupported(kwargs: dict[str, float]) -> None:
-    with pytest.raises(UnsupportedError, match=f"{next(iter(kwargs))}="):
-        SamplingParams(**kwargs)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "kwargs",
-    [
         {"temperature": -1.0},
+        {"temperature": 1e-9},
+        {"temperature": 1e9},
         {"temperature": math.nan},
         {"temperature": math.inf},
         {"top_p": 0.0},
         {"top_p": 2.0},
+        {"top_p": math.nan},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"repetition_penalty": 0.0},
+        {"repetition_penalty": -1.0},
+        {"presence_penalty": math.inf},
+        {"frequency_penalty": math.nan},
+        {"logit_bias": {1: 101.0}},
+        {"logit_bias": {1: math.nan}},
+        {"logit_bias": dict.fromkeys(range(1025), 1.0)},
+        {"logit_bias": [(1, 2.0)]},
+        {"logit_bias": {1: "x"}},
+        {"n": 0},
+        {"n": 10**6},
+        {"seed": -1},
+        {"seed": 2**63},
+        {"min_tokens": -1},
+        {"min_tokens": 5, "max_tokens": 4},
+        {"logprobs": -1},
+        {"logprobs": 10**6},
+        {"acceptance": "always"},
+        {"max_tokens": 10**30},
         {"top_k": -1},
         {"max_tokens": -1},
         {"stop": "ab"},
@@ -98,8 +108,29 @@ def test_out_of_range_sampling_is_a_request_error(kwargs: dict[str, float]) -> N
     assert not isinstance(caught.value, UnsupportedError)
 
 
-def test_greedy_spellings_are_accepted() -> None:
-    SamplingParams(temperature=0, top_k=1, top_p=1, seed=7)
+def test_what_is_plain_argmax_and_what_is_not() -> None:
+    for changes in ({}, {"top_k": 1, "top_p": 0.5, "seed": 7}, {"logprobs": 3}, {"ignore_eos": True, "n": 2}):
+        assert SamplingParams(**changes).is_argmax  # type: ignore[arg-type]
+    for changes in (
+        {"temperature": 0.5},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": -0.1},
+        {"frequency_penalty": 0.1},
+        {"logit_bias": {3: 1.0}},
+        {"min_tokens": 1},
+    ):
+        assert not SamplingParams(**changes).is_argmax  # type: ignore[arg-type]
+
+
+def test_samples_of_a_request_share_a_seed_and_differ_in_their_index() -> None:
+    one = Request(request_id="a", prompt_token_ids=(1, 2), sampling=SamplingParams(seed=5))
+    assert samples_of(one) == (one,)
+    three = samples_of(replace(one, sampling=SamplingParams(n=3)))
+    assert [sample.request_id for sample in three] == ["a#0", "a#1", "a#2"]
+    assert [sample.sample_index for sample in three] == [0, 1, 2]
+    (seed,) = {sample.sampling.seed for sample in three}
+    assert seed is not None
+    assert {samples_of(replace(one, sampling=SamplingParams()))[0].sampling.seed for _ in range(50)} != {seed}
 
 
 def test_speculation_resolves_to_a_number() -> None:

@@ -169,3 +169,27 @@ def test_bad_input_is_rejected(byte_tokenizer):
     detokenizer.flush()
     with pytest.raises(AssertionError, match="after flush"):
         detokenizer.push([])
+
+
+@FAST
+@given(
+    st.text(alphabet="ab<", max_size=14),
+    st.lists(st.text(alphabet="ab<", min_size=1, max_size=3), max_size=2),
+    st.integers(0, 9),
+    st.integers(1, 4),
+)
+def test_stop_strings_completed_before_min_tokens_are_text(byte_tokenizer, text, stop, min_tokens, size):
+    """One token per character: the stop that counts is the first that ends at character min_tokens or later."""
+    ends = [end for end in range(max(1, min_tokens), len(text) + 1) if any(text[:end].endswith(item) for item in stop)]
+    detokenizer = IncrementalDetokenizer(byte_tokenizer, stop, min_tokens=min_tokens)
+    ids, pieces = ids_of(text), []
+    for begin in range(0, len(ids), size):
+        pieces.append(detokenizer.push(ids[begin : begin + size]))
+    pieces.append(detokenizer.flush())
+    if not ends:
+        assert "".join(pieces) == text and not detokenizer.stopped
+        return
+    matched = max((item for item in stop if text[: ends[0]].endswith(item)), key=len)
+    assert detokenizer.matched_stop == matched
+    assert detokenizer.num_tokens == ends[0]
+    assert "".join(pieces) == text[: ends[0] - len(matched)]

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.batch import DraftBlock
+from outrider.batch import DraftBlock, DraftSampling
 from outrider.errors import ConfigError, EngineFault
 from outrider.models.dspark.config import DSparkConfig
-from outrider.models.dspark.heads import Chain, ConfidenceHead, draft_chain
+from outrider.models.dspark.drawing import DraftDraws
+from outrider.models.dspark.heads import Chain, ConfidenceHead, draft_chain, greedy_draft
 from outrider.models.dspark.joined import drafter_rotary_table, join_layer
 from outrider.models.dspark.model import DSparkModel
 from outrider.ops.activation import Activation, glu_fused
@@ -40,6 +41,7 @@ class BlockAnchors:
     page_table_SP: torch.Tensor  # int64
     page_size: int
     max_position: int  # host: largest of positions_S
+    sampling: DraftSampling | None = None  # None = greedy drafts for all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,6 +188,7 @@ class BlockPredictor:
         rows_ND = kept_GSD.flatten(0, 1)
         lm_head = self._model.lm_head
         logits_NV = self._head(rows_ND) if lm_head is None else self._linear(rows_ND, lm_head.weight)
+        draws = self._draws(anchors)
         chain = draft_chain(
             self._model.markov_head,
             anchor_ids_S=anchors.token_ids_S,
@@ -193,12 +196,27 @@ class BlockPredictor:
             logits_GSV=logits_NV.view(*kept_GSD.shape[:2], -1),
             target_ids_V=self._target_ids_V,
             linear=self._linear,
+            choose=greedy_draft if draws is None else draws,
         )
         confidence_SG = (
             None if self._confidence_head is None else self._confidence(self._confidence_head, kept_GSD, chain)
         )
-        block = DraftBlock(token_ids_SG=chain.token_ids_SG, confidence_SG=confidence_SG)
+        block = DraftBlock(
+            token_ids_SG=chain.token_ids_SG,
+            confidence_SG=confidence_SG,
+            probs_SGV=None if draws is None else draws.probs(),
+        )
         return Prediction(block=block, logits=chain.logits)
+
+    def _draws(self, anchors: BlockAnchors) -> DraftDraws | None:
+        if anchors.sampling is None:
+            return None
+        return DraftDraws(
+            anchors.sampling,
+            anchor_positions_S=anchors.positions_S,
+            target_ids_U=self._target_ids_V,
+            vocab_size=self.config.vocab_size,
+        )
 
     def _block_hidden(self, cache: ContextCache, anchors: BlockAnchors) -> torch.Tensor:
         config = self.config

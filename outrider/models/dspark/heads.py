@@ -5,6 +5,7 @@ Formulas: dspark.md 1.6 (Markov), 1.7 (confidence), 1.8 (the loop).
 Dims: S sequences, G drafts kept, D model width, V draft vocabulary, r Markov rank.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,18 @@ from outrider.ops.invariant import island_dtype, sigmoid, tanh
 from outrider.ops.linear import LinearFunction, embedding
 from outrider.ops.select import first_maximum
 
-__all__ = ["Chain", "ConfidenceHead", "GatedMarkovHead", "MarkovHead", "RnnMarkovHead", "draft_chain"]
+__all__ = [
+    "Chain",
+    "ConfidenceHead",
+    "DraftChoice",
+    "GatedMarkovHead",
+    "MarkovHead",
+    "RnnMarkovHead",
+    "draft_chain",
+    "greedy_draft",
+]
+
+DraftChoice = Callable[[torch.Tensor, int], torch.Tensor]  # (logits [S, V], draft position) -> draft ids [S]
 
 
 class MarkovHead(nn.Module):
@@ -100,6 +112,11 @@ class Chain:
     previous_GSr: tuple[torch.Tensor, ...]  # W1[token before each draft]; empty without a Markov head
 
 
+def greedy_draft(logits_SV: torch.Tensor, index: int) -> torch.Tensor:
+    """The most likely draft, whatever its position."""
+    return first_maximum(logits_SV)
+
+
 def draft_chain(
     markov: MarkovHead | None,
     *,
@@ -108,8 +125,9 @@ def draft_chain(
     logits_GSV: torch.Tensor,
     target_ids_V: torch.Tensor | None,
     linear: LinearFunction,
+    choose: DraftChoice = greedy_draft,
 ) -> Chain:
-    """Greedy drafts, left to right, without re-running the backbone; stays on the device.
+    """Drafts, left to right, without re-running the backbone; stays on the device.
 
     Args:
         markov: head that adds the previous token's bias; None leaves the rows independent.
@@ -118,17 +136,18 @@ def draft_chain(
         logits_GSV: their logits without bias, over the draft vocabulary.
         target_ids_V: int64, target id of each draft id; None when they are the same.
         linear: row-invariant product.
+        choose: picks a draft id from the logits, Markov bias included, of each position.
     """
     state_Sr = None if markov is None else markov.initial_state(anchor_ids_S.shape[0])
     previous_ids_S, drafts, chained, embedded = anchor_ids_S, [], [], []
-    for hidden_SD, unbiased_SV in zip(hidden_GSD, logits_GSV, strict=True):
+    for index, (hidden_SD, unbiased_SV) in enumerate(zip(hidden_GSD, logits_GSV, strict=True)):
         logits_SV = unbiased_SV
         if markov is not None and state_Sr is not None:
             previous_Sr = embedding(previous_ids_S, markov.markov_w1.weight)
             features_Sr, state_Sr = markov.features(hidden_SD, previous_Sr, state_Sr, linear)
             logits_SV = unbiased_SV + linear(features_Sr, markov.markov_w2.weight)
             embedded.append(previous_Sr)
-        draft_S = first_maximum(logits_SV)
+        draft_S = choose(logits_SV, index)
         # The chain always continues with a target id: W1 is indexed by target ids.
         previous_ids_S = draft_S if target_ids_V is None else target_ids_V[draft_S]
         drafts.append(previous_ids_S)
