@@ -1,5 +1,6 @@
 """Settings of every test: one thread (tests check exact bits, and neighbours share the cores), no deadlines."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -8,3 +9,11 @@ settings.register_profile(
     "outrider", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("outrider")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """Outcomes of start-up probes go to a directory of this run, not to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
