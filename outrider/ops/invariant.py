@@ -129,7 +129,7 @@ def tile_bmm(a_BRC: torch.Tensor, b_BCN: torch.Tensor, row_tile: int = ROW_TILE)
     get zero rows up to a multiple of ``row_tile``.
     """
     if a_BRC.dtype == torch.bfloat16 or a_BRC.shape[1] % row_tile == 0:
-        return batch_matmul(a_BRC, b_BCN)
+        return batch_matmul(a_BRC.contiguous(), b_BCN)  # the layout that padding gives
     return batch_matmul(pad_rows(a_BRC, row_tile), b_BCN)[:, : a_BRC.shape[1]]
 
 

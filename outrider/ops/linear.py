@@ -78,9 +78,11 @@ def linear_padded(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
 
 def linear_in_tiles(x: torch.Tensor, weight_OI: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
     """``x @ weight^T`` with a chosen cut into calls; arguments as for ``linear``."""
+    # A column slice of one row counts as contiguous, that of several does not: all get one layout.
+    x = x.contiguous()
     if not tiles.padded and x.numel() <= tiles.num_rows * x.shape[-1]:
         return F.linear(x, weight_OI)
-    flat_TI = x.reshape(-1, x.shape[-1])
+    flat_TI = x.view(-1, x.shape[-1])
     num_rows = flat_TI.shape[0]
     if num_rows == 0:
         return x.new_zeros(*x.shape[:-1], weight_OI.shape[0])

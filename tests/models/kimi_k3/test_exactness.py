@@ -127,11 +127,16 @@ def test_a_released_slot_starts_afresh(toy):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_joined_projections_equal_separate_ones(toy, dtype):
-    """One product for q, k, v, gate ... gives the bits of one product each."""
+    """One product for q, k, v, gate ... is one product each, up to what a library changes with the columns.
+
+    Not bit for bit: in float32 on AMD Zen 4 the number of columns chooses the kernel. A loaded model has one form.
+    """
+    bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[dtype]
     model = toy("k3").load(dtype)
     x_TD = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     for layer in model.layers:
         weight, sections = layer.attention.in_proj, layer.attention.sections
         joined = torch.split(model.linear(x_TD, weight), sections, dim=-1)
         for part, rows_of_weight in zip(joined, torch.split(weight, sections), strict=True):
-            assert torch.equal(part, model.linear(x_TD, rows_of_weight.contiguous()))
+            alone = model.linear(x_TD, rows_of_weight.contiguous())
+            assert (part - alone).abs().max() <= bound * alone.abs().max()
