@@ -14,12 +14,15 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="u
 
 # A new flag is a deliberate edit here, in docs/reference/cli.md and in the changelog.
 FLAGS = {
-    "Generate": "model drafter speculation prompt prompt_ids chat max_tokens json dtype device experts threads",
-    "Demo": "model drafter max_tokens threads",
-    "BenchAb": "kind model drafter prompts tiers concurrency num_prompts max_tokens arms repeats threads speculation "
-    "dtype device experts json record",
+    "Generate": "model drafter speculation prompt prompt_ids chat max_tokens json dtype device experts numerics "
+    "probe threads",
+    "Demo": "model drafter max_tokens threads numerics probe",
+    "Bench": "kind",
+    "BenchNumerics": "model rows context repeats threads dtype device experts json",
+    "BenchAb": "model drafter prompts tiers concurrency num_prompts max_tokens arms repeats threads speculation "
+    "dtype device experts numerics probe json record",
     "Inspect": "path json",
-    "Logits": "model prompt_ids json dtype device experts threads",
+    "Logits": "model prompt_ids json dtype device experts numerics probe threads",
 }
 
 
