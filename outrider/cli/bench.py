@@ -67,6 +67,10 @@ def run_bench_ab(command: BenchAb) -> int:
         append_row(LEDGER, row | {"settings": row_settings | named | {"json": ""}})
     all_same = all(cell.identical for cell in cells)
     print(summary_line(cells))
+    idle = [f"c{cell.concurrency} {cell.tier}" for cell in cells if "spec" in cell.arms and _is_idle(cell)]
+    if idle:
+        logger.error("the spec arm verified no draft in %s: nothing was compared; raise --max-tokens", ", ".join(idle))
+        return EXIT_DIFFERENT
     if all_same:
         return 0
     if command.numerics == "fast":
@@ -74,6 +78,11 @@ def run_bench_ab(command: BenchAb) -> int:
         return 0
     logger.error("outputs DIFFER between arms or repeats: see `identical`; this must not happen")
     return EXIT_DIFFERENT
+
+
+def _is_idle(cell: CellSummary) -> bool:
+    """Whether the spec arm never drafted, so that both arms ran the same program."""
+    return cell.arms["spec"].num_drafted == 0
 
 
 def _check(command: BenchAb) -> None:

@@ -176,7 +176,7 @@ def test_bench_clips_the_number_of_prompts_to_what_a_tier_has(talking_pair, tmp_
             for tier, sub, text in rows
         )
     )
-    line = f"bench ab {target} --drafter {drafter} --prompts {prompts} --json {out} --max-tokens 2".split()
+    line = f"bench ab {target} --drafter {drafter} --prompts {prompts} --json {out} --max-tokens 6".split()
     line += ["--concurrency", "1"]
     assert main([*line, "--tiers", "a,b", "--num-prompts", "3"]) == 0
     cells = json.loads(out.read_text())["cells"]
@@ -187,6 +187,9 @@ def test_bench_clips_the_number_of_prompts_to_what_a_tier_has(talking_pair, tmp_
     capsys.readouterr()
     assert main([*line, "--tiers", "a,c", "--num-prompts", "3"]) == 2
     assert "tier 'c' has no usable prompts" in capsys.readouterr().err
+    # One token comes with the prompt and one more leaves no room for a draft: the arms were the same program.
+    assert main([*line, "--tiers", "a", "--num-prompts", "1", "--max-tokens", "2"]) == 1
+    assert "the spec arm verified no draft in c1 a" in caplog.text
 
 
 def test_bench_numerics_measures_both_in_turns(pair, tmp_path: Path, capsys) -> None:
