@@ -52,6 +52,26 @@ def test_neighbours_cannot_move_a_row(toy, dtype):
     assert torch.equal(next(states)[0], next(states)[3])
 
 
+@pytest.mark.parametrize("poison", [float("nan"), 1e30])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_poisoned_neighbours_cannot_reach_a_row(toy, dtype, poison):
+    """Neighbours whose every value is NaN or huge, in prompts, single steps and verify spans beside ours."""
+    variant = toy("k3")
+    model = variant.load(dtype)
+    model.embedding[variant.options.vocab_size - 1] = poison
+    bad = [variant.options.vocab_size - 1] * 8
+    ours = [token_id for token_id in variant.sequences[0] if token_id != bad[0]][:20]
+    alone, company = Driver(model=model), Driver(model=model)
+    expected = [alone.forward([prompt(0, ours[:16])]).logits_NV, alone.forward([rows(0, ours[16:20])]).logits_NV]
+    company.forward([prompt(1, bad[:5])])
+    found = [company.forward([prompt(3, bad), prompt(0, ours[:16]), rows(1, bad[:3])]).logits_NV[8:24]]
+    company.commit([2])
+    found.append(company.forward([rows(3, bad[:1]), rows(1, bad[:7]), rows(0, ours[16:20])]).logits_NV[8:12])
+    for want, got in zip(expected, found, strict=True):
+        assert not want.isnan().any()
+        assert torch.equal(want, got)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verifying_equals_stepping(toy, dtype):
     """A span of five rows gives the bits of five single steps, and commits the same state."""
