@@ -1,6 +1,9 @@
 """The frozen config tree of an engine. Every value is final: "auto" is resolved before it gets here."""
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from outrider.errors import ConfigError
 
@@ -9,9 +12,13 @@ __all__ = [
     "EngineConfig",
     "SchedulerConfig",
     "check_positive",
+    "kernel_environment",
     "resolve_num_draft_tokens",
+    "user_cache_directory",
 ]
 
+# Variables by which the CPU libraries under torch choose their kernels.
+KERNEL_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 MAX_VALUE = 2**31 - 1  # products of two budgets still fit the 64 bits of a tensor size
 
 
@@ -106,3 +113,16 @@ def check_positive(name: str, value: int) -> None:
         raise ConfigError(f"{name}={value} is not positive; use 1 or more")
     if value > MAX_VALUE:
         raise ConfigError(f"{name}={value} exceeds {MAX_VALUE}, the most that is offered; lower it")
+
+
+def user_cache_directory() -> Path:
+    """Where this user's rebuildable files go: ``$XDG_CACHE_HOME/outrider``, by default under ``~/.cache``."""
+    chosen = os.environ.get("XDG_CACHE_HOME", "")
+    # The base directory specification: a relative path is invalid and is ignored.
+    base = Path(chosen) if os.path.isabs(chosen) else Path(os.path.expanduser("~")) / ".cache"
+    return base / "outrider"
+
+
+def kernel_environment() -> Mapping[str, str]:
+    """Environment variables that may change which kernels the CPU libraries run, sorted by name."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(KERNEL_VARIABLES)}

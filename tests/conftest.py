@@ -24,3 +24,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def num_schedules(request: pytest.FixtureRequest) -> int:
     """Histories to run."""
     return int(request.config.getoption("schedules"))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """Outcomes of start-up probes go to a directory of this run, not to the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield

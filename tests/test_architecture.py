@@ -16,12 +16,14 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="u
 FLAGS = {
     "Generate": "model drafter speculation prompt prompt_ids chat max_tokens min_tokens temperature top_k top_p min_p "
     "repetition_penalty presence_penalty frequency_penalty logit_bias seed n stop ignore_eos logprobs acceptance json "
-    "dtype device experts threads",
-    "Demo": "model drafter max_tokens threads",
-    "BenchAb": "kind model drafter prompts tiers concurrency num_prompts max_tokens arms repeats threads speculation "
-    "dtype device experts json record",
+    "dtype device experts numerics probe threads",
+    "Demo": "model drafter max_tokens threads numerics probe",
+    "Bench": "kind",
+    "BenchNumerics": "model rows context repeats threads dtype device experts json",
+    "BenchAb": "model drafter prompts tiers concurrency num_prompts max_tokens arms repeats threads speculation "
+    "dtype device experts numerics probe json record",
     "Inspect": "path json",
-    "Logits": "model prompt_ids json dtype device experts threads",
+    "Logits": "model prompt_ids json dtype device experts numerics probe threads",
 }
 
 

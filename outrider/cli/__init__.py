@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import tyro
 
-from outrider.cli.arguments import BenchAb, Command, Demo, Generate, Inspect, Logits
+from outrider.cli.arguments import Bench, BenchAb, BenchNumerics, Command, Demo, Generate, Inspect, Logits
 from outrider.cli.bench import run_bench_ab
+from outrider.cli.bench_numerics import run_bench_numerics
 from outrider.cli.demo import run_demo
 from outrider.cli.generate import run_generate
 from outrider.cli.inspect import run_inspect
@@ -68,8 +69,10 @@ def _run(command: object) -> int:
             return run_generate(command)
         case Demo():
             return run_demo(command)
-        case BenchAb():
-            return run_bench_ab(command)
+        case Bench(kind=BenchAb() as kind):
+            return run_bench_ab(kind)
+        case Bench(kind=BenchNumerics() as kind):
+            return run_bench_numerics(kind)
         case Inspect():
             return run_inspect(command)
         case Logits():

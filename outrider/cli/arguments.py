@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-__all__ = ["BenchAb", "Command", "Demo", "Generate", "Inspect", "Logits"]
+__all__ = ["Bench", "BenchAb", "BenchNumerics", "Command", "Demo", "Generate", "Inspect", "Logits"]
 
 
 def _comma_separated(kind: type[int] | type[str], metavar: str) -> PrimitiveConstructorSpec[tuple[int | str, ...]]:
@@ -55,6 +55,8 @@ Names = Annotated[tuple[str, ...], _comma_separated(str, "a,b")]
 Dtype = Literal["auto", "float64", "float32", "bfloat16"]
 Experts = Literal["unpacked", "packed"]
 Acceptance = Literal["match", "rejection", "block"]
+Numerics = Literal["exact", "fast"]
+Probe = Literal["auto", "force", "skip"]
 Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 
 
@@ -114,6 +116,10 @@ class Generate:
     """PyTorch device."""
     experts: Experts = "unpacked"
     """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    numerics: Numerics = "exact"
+    """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    probe: Probe = "auto"
+    """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
     threads: int = 0
     """CPU threads; 0 = PyTorch's default."""
 
@@ -130,14 +136,16 @@ class Demo:
     """Tokens per answer at most."""
     threads: int = 1
     """CPU threads; 0 = PyTorch's default."""
+    numerics: Numerics = "exact"
+    """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    probe: Probe = "auto"
+    """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchAb:
     """Run the same prompts through an engine without a drafter and one with it, paired and interleaved."""
 
-    kind: Annotated[tyro.conf.Positional[Literal["ab"]], tyro.conf.arg(metavar="ab")]
-    """Kind of benchmark; ab is the only one so far, and becomes a subcommand when there is another."""
     model: Model
     """Target checkpoint directory, or its name under models/."""
     drafter: str
@@ -166,10 +174,46 @@ class BenchAb:
     """PyTorch device."""
     experts: Experts = "unpacked"
     """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    numerics: Numerics = "exact"
+    """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    probe: Probe = "auto"
+    """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
     json: str = ""
     """File for the results."""
     record: bool = False
     """Also append the results to benchmarks/ledger.jsonl in the working directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchNumerics:
+    """Measure what exact numerics costs: the time of a decode step with exact and with fast numerics, in turns."""
+
+    model: Model
+    """Target checkpoint directory, or its name under models/."""
+    rows: Ints = (1, 8, 32)
+    """Rows of a step, each a line of its own; every row is a sequence that decodes one token."""
+    context: int = 128
+    """Tokens before the decoded ones."""
+    repeats: int = 30
+    """Pairs of steps per line, with the two taking turns to go first."""
+    threads: int = 1
+    """CPU threads; 0 = PyTorch's default."""
+    dtype: Dtype = "auto"
+    """Number format of the model; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    experts: Experts = "unpacked"
+    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    json: str = ""
+    """File for the results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """Measurements."""
+
+    kind: Annotated[BenchAb, tyro.conf.subcommand("ab")] | Annotated[BenchNumerics, tyro.conf.subcommand("numerics")]
+    """What to measure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,6 +242,10 @@ class Logits:
     """PyTorch device."""
     experts: Experts = "unpacked"
     """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    numerics: Numerics = "exact"
+    """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    probe: Probe = "auto"
+    """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
     threads: int = 0
     """CPU threads; 0 = PyTorch's default."""
 
@@ -208,5 +256,5 @@ Command = (
     | Annotated[Demo, subcommand("demo")]
     | Annotated[Inspect, subcommand("inspect")]
     | Annotated[Logits, subcommand("logits")]
-    | Annotated[BenchAb, subcommand("bench")]
+    | Annotated[tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Bench]], subcommand("bench")]
 )

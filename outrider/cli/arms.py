@@ -43,6 +43,8 @@ class ArmOptions:
     device: str
     experts: Literal["unpacked", "packed"]
     max_num_seqs: int
+    numerics: Literal["exact", "fast"]
+    probe: Literal["auto", "force", "skip"]
 
 
 def open_arms(names: Sequence[str], options: ArmOptions) -> dict[str, LLM]:
@@ -68,6 +70,8 @@ def open_arms(names: Sequence[str], options: ArmOptions) -> dict[str, LLM]:
                 device=options.device,
                 experts=options.experts,
                 max_num_seqs=options.max_num_seqs,
+                numerics=options.numerics,
+                probe=options.probe,
                 progress=progress,
             )
         logger.info("loaded arm %s in %.1f s", name, time.perf_counter() - begin)

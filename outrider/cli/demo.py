@@ -61,6 +61,8 @@ def run_demo(command: Demo) -> int:
             device="cpu",
             experts="unpacked",
             max_num_seqs=max(cell.concurrency for cell in CELLS),
+            numerics=command.numerics,
+            probe=command.probe,
         ),
     )
     console.print(f"target {command.model}, drafter {command.drafter}, loaded in {time.perf_counter() - begin_s:.1f} s")
@@ -75,13 +77,15 @@ def run_demo(command: Demo) -> int:
     console.print()
     console.print(round_table(cells))
     all_same = all(same) and all(cell.identical for cell in cells)
-    verdict = "byte-identical" if all_same else "DIFFERENT, which must not happen"
+    is_promised = command.numerics == "exact"
+    difference = "DIFFERENT, which must not happen" if is_promised else "different, as fast numerics allows"
+    verdict = "byte-identical" if all_same else difference
     num_outputs = len(same) + sum(cell.num_prompts for cell in cells)
     console.print(
         f"\nAll {num_outputs} answers with speculation off and on: {verdict}. "
         f"Done in {time.perf_counter() - begin_s:.0f} s."
     )
-    return 0 if all_same else EXIT_DIFFERENT
+    return 0 if all_same or not is_promised else EXIT_DIFFERENT
 
 
 def _show_answers(console: Console, arms: Mapping[str, LLM], prompt: BenchPrompt, max_tokens: int) -> bool:

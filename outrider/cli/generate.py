@@ -36,6 +36,8 @@ def run_generate(command: Generate) -> int:
             device=command.device,
             experts=command.experts,
             max_num_seqs=min(max(command.n, 1), MAX_SEATS),
+            numerics=command.numerics,
+            probe=command.probe,
             progress=progress,
         )
     prompt_token_ids = command.prompt_ids or _encode(llm.tokenizer, command)

@@ -23,6 +23,8 @@ def run_logits(command: Logits) -> int:
             dtype=resolve_dtype(command.dtype),
             device=command.device,
             experts=command.experts,
+            numerics=command.numerics,
+            probe=command.probe,
             max_num_seqs=1,
             progress=progress,
         )

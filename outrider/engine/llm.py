@@ -24,6 +24,7 @@ from outrider.models.dspark.checkpoint import TargetTables
 from outrider.models.dspark.config_json import read_config
 from outrider.models.dspark.load import load_predictor
 from outrider.models.kimi_k3.moe import ExpertForm
+from outrider.models.numerics import NumericsChoice, NumericsMode, NumericsReport, ProbeMode, joined_report
 from outrider.models.registry import load_target
 from outrider.request import Request, RequestUpdate, SamplingParams, samples_of
 from outrider.scheduling.admission import check_token_ids
@@ -47,13 +48,16 @@ class LLM:
         max_num_seqs: sequences that run at once; each holds a recurrent state.
         max_model_len: prompt and output tokens of one sequence; None takes the model's, up to 8192.
         limits: further budgets.
+        numerics: "exact" keeps a row's bits its own; "fast" takes the library's kernels and promises nothing.
+        probe: start-up probe of exact numerics: "auto" takes the outcome of an earlier start on this machine,
+            "force" probes anyway, "skip" never does.
         progress: called while the target loads, with (bytes done, bytes in total).
 
     Raises:
         UserError: a checkpoint or a value cannot be used; the message names it.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - each is a choice that a caller may want to make
         self,
         model_path: str | Path,
         drafter: str | Path | None = None,
@@ -65,6 +69,8 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         limits: EngineLimits | None = None,
+        numerics: NumericsMode = "exact",
+        probe: ProbeMode = "auto",
         progress: Callable[[int, int], None] | None = None,
     ) -> None:
         model_path = Path(model_path)
@@ -72,8 +78,14 @@ class LLM:
         self.tokenizer, eos_token_ids = load_vocabulary(model_path)
         self.max_model_len = resolve_model_len(model_path, max_model_len)
         check_positive("max_model_len", self.max_model_len)
+        choice = NumericsChoice(mode=numerics, probe=probe)
         self._target = load_target(
-            model_path, dtype=resolve_dtype(model_path, dtype), device=self._device, experts=experts, progress=progress
+            model_path,
+            dtype=resolve_dtype(model_path, dtype),
+            device=self._device,
+            experts=experts,
+            numerics=choice,
+            progress=progress,
         )
         predictor = None
         if drafter is not None and speculation not in ("off", 0):
@@ -85,7 +97,11 @@ class LLM:
                 tables,
                 max_context=self.max_model_len,
                 num_draft_tokens=resolve_num_draft_tokens(speculation, block_drafts),
+                numerics=choice,
             )
+        self.numerics: NumericsReport = (
+            joined_report(self._target.numerics, predictor.numerics) if predictor else self._target.numerics
+        )
         num_draft_tokens = predictor.num_draft_tokens if predictor else resolve_num_draft_tokens(speculation, 0)
         self.config = resolve_config(
             limits or EngineLimits(),

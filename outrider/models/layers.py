@@ -8,8 +8,9 @@ import torch
 from torch import nn
 
 from outrider.errors import allocating
+from outrider.models.kernels import EXACT_KERNELS, Kernels
 from outrider.ops.invariant import island_dtype
-from outrider.ops.linear import LinearFunction, linear
+from outrider.ops.linear import LinearFunction
 
 __all__ = ["Build", "IslandParameter"]
 
@@ -20,7 +21,12 @@ class Build:
 
     dtype: torch.dtype  # compute dtype
     device: torch.device
-    linear: LinearFunction = linear
+    kernels: Kernels = EXACT_KERNELS
+
+    @property
+    def linear(self) -> LinearFunction:
+        """Product of rows with a weight."""
+        return self.kernels.linear
 
     @property
     def island(self) -> torch.dtype:

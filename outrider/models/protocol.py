@@ -11,6 +11,7 @@ from outrider.batch import ForwardBatch, TargetOutput
 from outrider.cache.layout import CacheLayout
 from outrider.cache.paged import LatentCache
 from outrider.cache.recurrent import RecurrentCache
+from outrider.models.numerics import NumericsReport
 
 __all__ = ["AuxStream", "TargetCaches", "TargetModel"]
 
@@ -41,6 +42,7 @@ class TargetModel(Protocol):
     num_layers: int
     aux_layer_ids: tuple[int, ...]
     chunk_multiple: int  # prompts are cut at absolute multiples of this, or bits change
+    numerics: NumericsReport
 
     @property
     def cache_layouts(self) -> tuple[CacheLayout, ...]:

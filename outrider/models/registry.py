@@ -10,6 +10,7 @@ from outrider.errors import UnsupportedError
 from outrider.models.fields import Fields, read_config_json
 from outrider.models.kimi_k3.load import load_kimi_k3
 from outrider.models.kimi_k3.moe import ExpertForm
+from outrider.models.numerics import NumericsChoice
 from outrider.models.protocol import TargetModel
 
 __all__ = ["TARGET_LOADERS", "load_target"]
@@ -25,6 +26,7 @@ class TargetLoader(Protocol):
         dtype: torch.dtype,
         device: torch.device,
         experts: ExpertForm = "unpacked",
+        numerics: NumericsChoice | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> TargetModel:
         """Load config and weights from ``directory``."""
@@ -40,6 +42,7 @@ def load_target(
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
     experts: ExpertForm = "unpacked",
+    numerics: NumericsChoice | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TargetModel:
     """Load the target model of a checkpoint directory, ready to run.
@@ -56,4 +59,6 @@ def load_target(
             f"model_type {model_type!r} is not supported; supported are {', '.join(sorted(TARGET_LOADERS))}"
         )
     loader = TARGET_LOADERS[model_type]
-    return loader(directory, dtype=dtype, device=torch.device(device), experts=experts, progress=progress)
+    return loader(
+        directory, dtype=dtype, device=torch.device(device), experts=experts, numerics=numerics, progress=progress
+    )

@@ -8,10 +8,11 @@ C latent width, W value width, R rows of the flat cache, Q query rows of one mat
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-from outrider.ops.invariant import island_dtype, pad_rows, tile_bmm
+from outrider.ops.invariant import ROW_TILE, island_dtype, pad_rows, tile_bmm
 from outrider.ops.linear import linear
 from outrider.ops.paged import KEY_TILE, PagedSpans
 from outrider.ops.spans import to_flat, to_padded
@@ -24,6 +25,23 @@ class AbsorbedWeights:
 
     w_uk_HNC: torch.Tensor
     w_uv_HCW: torch.Tensor
+
+
+class AbsorbedFunction(Protocol):
+    """A form of ``mla_absorbed``."""
+
+    def __call__(
+        self,
+        q_nope_THN: torch.Tensor,
+        q_rope_THR: torch.Tensor,
+        weights: AbsorbedWeights,
+        rows_RC: torch.Tensor,
+        spans: PagedSpans,
+        *,
+        scale: float,
+    ) -> torch.Tensor:
+        """See ``mla_absorbed``."""
+        ...
 
 
 def absorb_weights(kv_b_weight_OC: torch.Tensor, *, num_heads: int, nope_dim: int, value_dim: int) -> AbsorbedWeights:
@@ -43,6 +61,7 @@ def mla_absorbed(
     spans: PagedSpans,
     *,
     scale: float,
+    row_tile: int = ROW_TILE,
 ) -> torch.Tensor:
     """Attention with queries moved into the latent space. Source: k3-architecture section 6.2.
 
@@ -55,16 +74,17 @@ def mla_absorbed(
         rows_RC: flat cache of the layer, ``[R, C + r]``; the rows of this step are already written.
         spans: from ``paged_spans``.
         scale: softmax scale, ``(N + r) ** -0.5``.
+        row_tile: query rows of a product are padded to a multiple of it; part of the geometry.
 
     Returns:
         ``[T, H, W]`` in the dtype of the queries.
     """
     island = weights.w_uk_HNC.dtype
     num_heads, _, latent_width = weights.w_uk_HNC.shape
-    q_latent_HTC = tile_bmm(q_nope_THN.to(island).transpose(0, 1), weights.w_uk_HNC)
+    q_latent_HTC = tile_bmm(q_nope_THN.to(island).transpose(0, 1), weights.w_uk_HNC, row_tile)
     q_THK = torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR.to(island)], dim=-1) * scale
     layout, num_sequences = spans.layout, spans.layout.num_sequences
-    q_SQK = pad_rows(to_padded(q_THK, layout).reshape(num_sequences, -1, q_THK.shape[-1]))
+    q_SQK = pad_rows(to_padded(q_THK, layout).reshape(num_sequences, -1, q_THK.shape[-1]), row_tile)
     limits_SQ = _row_limits(spans, num_heads, q_SQK.shape[1])
 
     def load(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -76,7 +96,36 @@ def mla_absorbed(
     used = layout.max_length * num_heads
     latent_SMHC = latent_SQC[:, :used].reshape(num_sequences, layout.max_length, num_heads, latent_width)
     latent_HTC = to_flat(latent_SMHC, layout).transpose(0, 1)
-    return tile_bmm(latent_HTC, weights.w_uv_HCW).transpose(0, 1).to(q_nope_THN.dtype)
+    return tile_bmm(latent_HTC, weights.w_uv_HCW, row_tile).transpose(0, 1).to(q_nope_THN.dtype)
+
+
+def mla_absorbed_plain(
+    q_nope_THN: torch.Tensor,
+    q_rope_THR: torch.Tensor,
+    weights: AbsorbedWeights,
+    rows_RC: torch.Tensor,
+    spans: PagedSpans,
+    *,
+    scale: float,
+) -> torch.Tensor:
+    """As ``mla_absorbed`` in one softmax over all keys, without tiles: bits depend on the batch."""
+    island = weights.w_uk_HNC.dtype
+    num_heads, _, latent_width = weights.w_uk_HNC.shape
+    layout, num_sequences = spans.layout, spans.layout.num_sequences
+    q_latent_HTC = torch.bmm(q_nope_THN.to(island).transpose(0, 1), weights.w_uk_HNC)
+    q_THK = torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR.to(island)], dim=-1) * scale
+    q_SQK = to_padded(q_THK, layout).reshape(num_sequences, -1, q_THK.shape[-1])
+    key_rows_SN = spans.keys.key_rows_SK
+    rows_SNK = rows_RC.index_select(0, key_rows_SN.reshape(-1)).view(*key_rows_SN.shape, -1).to(island)
+    limits_SQ1 = _row_limits(spans, num_heads, q_SQK.shape[1])[..., None]
+    visible_SQN = torch.arange(key_rows_SN.shape[1], device=q_SQK.device) < limits_SQ1
+    scores_SQN = torch.where(visible_SQN, torch.bmm(q_SQK, rows_SNK.transpose(1, 2)), float("-inf"))
+    # As in the tiles: a hidden key may be NaN all through, and 0 * NaN is NaN.
+    latents_SNC = rows_SNK[..., :latent_width].nan_to_num(0.0, 0.0, 0.0)
+    latent_SQC = torch.bmm(torch.softmax(scores_SQN, dim=-1), latents_SNC)
+    latent_SMHC = latent_SQC.view(num_sequences, layout.max_length, num_heads, latent_width)
+    latent_HTC = to_flat(latent_SMHC, layout).transpose(0, 1)
+    return torch.bmm(latent_HTC, weights.w_uv_HCW).transpose(0, 1).to(q_nope_THN.dtype)
 
 
 def mla_expanded(
@@ -171,9 +220,11 @@ def mla_reference(
 
 
 __all__ = [
+    "AbsorbedFunction",
     "AbsorbedWeights",
     "absorb_weights",
     "mla_absorbed",
+    "mla_absorbed_plain",
     "mla_expanded",
     "mla_reference",
 ]

@@ -122,15 +122,15 @@ def batch_matmul(a_BRC: torch.Tensor, b_BCN: torch.Tensor) -> torch.Tensor:
     return alone[0] if num_matrices == 1 else torch.cat(alone)
 
 
-def tile_bmm(a_BRC: torch.Tensor, b_BCN: torch.Tensor) -> torch.Tensor:
+def tile_bmm(a_BRC: torch.Tensor, b_BCN: torch.Tensor, row_tile: int = ROW_TILE) -> torch.Tensor:
     """Batched product whose rows depend neither on the number of rows nor on the batch.
 
     bfloat16 products (float32 accumulation) were found row-invariant from one row on; the others
-    get zero rows up to a multiple of 16.
+    get zero rows up to a multiple of ``row_tile``.
     """
-    if a_BRC.dtype == torch.bfloat16 or a_BRC.shape[1] % ROW_TILE == 0:
-        return batch_matmul(a_BRC, b_BCN)
-    return batch_matmul(pad_rows(a_BRC), b_BCN)[:, : a_BRC.shape[1]]
+    if a_BRC.dtype == torch.bfloat16 or a_BRC.shape[1] % row_tile == 0:
+        return batch_matmul(a_BRC.contiguous(), b_BCN)  # the layout that padding gives
+    return batch_matmul(pad_rows(a_BRC, row_tile), b_BCN)[:, : a_BRC.shape[1]]
 
 
 def tile_bmm_reference(a_BRC: torch.Tensor, b_BCN: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ def _one_chunk(
     v_BCW = _by_head(rows.v_SMHW)
     keys_queries_BC2K = _by_head(rows.keys_queries_SMH2K)
     k_BCK = keys_queries_BC2K[:, :, 0]
-    beta_BC1 = rows.beta_SMH.transpose(1, 2).reshape(-1, chunk_size, 1)
+    beta_BC1 = _by_head(rows.beta_SMH[..., None])
     cumulative_BCK = _by_head(log_decay_ACHK).cumsum(1)
     state_BWK = state_AHWK.reshape(-1, value_width, key_width)
 
@@ -113,8 +113,10 @@ def _one_chunk(
 
 
 def _by_head(x_ACHK: torch.Tensor) -> torch.Tensor:
-    """``[A, C, H, K] -> [A * H, C, K]``."""
-    return x_ACHK.transpose(1, 2).flatten(0, 1)
+    """``[A, C, H, K] -> [A * H, C, K]``, contiguous."""
+    # The flattened transpose of one sequence would be a view and that of several is a copy. Strides of operands
+    # reach the solver and the products, whose bits depend on them (float32 on AMD Zen 4).
+    return x_ACHK.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _pair_products(keys_queries_BC2K: torch.Tensor, cumulative_BCK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

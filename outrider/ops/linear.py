@@ -3,21 +3,59 @@
 Dims: T rows, I inputs, O outputs, V vocabulary, D width.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from outrider.ops.invariant import ROW_TILE, pad_rows
+from outrider.ops.invariant import ROW_TILE
 
-__all__ = ["choose_linear", "embedding", "linear", "linear_padded", "linear_reference", "probe_row_invariance"]
+__all__ = [
+    "LinearFunction",
+    "LinearTable",
+    "RowTiles",
+    "embedding",
+    "linear",
+    "linear_in_tiles",
+    "linear_padded",
+    "linear_plain",
+    "linear_reference",
+    "tile_candidates",
+]
 
 LinearFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowTiles:
+    """How the rows of a product are cut into library calls."""
+
+    num_rows: int  # of one call at most
+    padded: bool  # every call has exactly ``num_rows`` rows, zero rows added
+
+    @property
+    def name(self) -> str:
+        """As a report says it."""
+        return f"{'exactly' if self.padded else 'up to'} {self.num_rows} rows a call"
+
+
 # bfloat16 products kept their bits for 1..32 rows at every size tried; from 64 rows on some changed.
-BF16_ROW_TILE = 32
-# Output columns probed at most: the library works on column blocks far smaller than this.
-PROBE_COLUMNS = 4096
+BF16_TILES = RowTiles(num_rows=32, padded=False)
+# float32 and float64 products take other kernels below 16 rows and 4 rows.
+PADDED_TILES = RowTiles(num_rows=ROW_TILE, padded=True)
+# What may hold where those do not, ascending in cost; one row a call cannot depend on a row count.
+FALLBACK_TILES = (
+    RowTiles(num_rows=32, padded=True),
+    RowTiles(num_rows=64, padded=True),
+    RowTiles(num_rows=1, padded=True),
+)
+
+
+def tile_candidates(dtype: torch.dtype) -> tuple[RowTiles, ...]:
+    """Geometries that a weight of this dtype may get; the first is what ``linear`` does."""
+    first = (BF16_TILES, PADDED_TILES) if dtype == torch.bfloat16 else (PADDED_TILES,)
+    return (*first, *FALLBACK_TILES)
 
 
 def linear(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -30,24 +68,35 @@ def linear(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     Returns:
         ``[..., O]``. One library call for up to 32 bfloat16 rows or 16 others.
     """
-    if weight_OI.dtype != torch.bfloat16:
-        return linear_padded(x, weight_OI)
-    if x.numel() <= BF16_ROW_TILE * x.shape[-1]:
-        return F.linear(x, weight_OI)
-    flat_TI = x.reshape(-1, x.shape[-1])
-    tiles = [F.linear(tile, weight_OI) for tile in torch.split(flat_TI, BF16_ROW_TILE)]
-    return torch.cat(tiles).view(*x.shape[:-1], weight_OI.shape[0])
+    return linear_in_tiles(x, weight_OI, BF16_TILES if weight_OI.dtype == torch.bfloat16 else PADDED_TILES)
 
 
 def linear_padded(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     """As ``linear``, always on zero-padded tiles of exactly 16 rows, whatever the dtype."""
-    flat_TI = x.reshape(-1, x.shape[-1])
+    return linear_in_tiles(x, weight_OI, PADDED_TILES)
+
+
+def linear_in_tiles(x: torch.Tensor, weight_OI: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+    """``x @ weight^T`` with a chosen cut into calls; arguments as for ``linear``."""
+    # A column slice of one row counts as contiguous, that of several does not: all get one layout.
+    x = x.contiguous()
+    if not tiles.padded and x.numel() <= tiles.num_rows * x.shape[-1]:
+        return F.linear(x, weight_OI)
+    flat_TI = x.view(-1, x.shape[-1])
     num_rows = flat_TI.shape[0]
     if num_rows == 0:
         return x.new_zeros(*x.shape[:-1], weight_OI.shape[0])
-    tiles = [F.linear(tile, weight_OI) for tile in torch.split(pad_rows(flat_TI), ROW_TILE)]
-    out_TO = tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+    missing = -num_rows % tiles.num_rows if tiles.padded else 0
+    if missing:
+        flat_TI = F.pad(flat_TI, (0, 0, 0, missing))
+    outputs = [F.linear(tile_TI, weight_OI) for tile_TI in torch.split(flat_TI, tiles.num_rows)]
+    out_TO = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out_TO[:num_rows].view(*x.shape[:-1], weight_OI.shape[0])
+
+
+def linear_plain(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """``x @ weight^T`` in one library call, whose kernel may depend on the number of rows."""
+    return F.linear(x, weight_OI)
 
 
 def linear_reference(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -55,28 +104,17 @@ def linear_reference(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
     return x @ weight_OI.transpose(0, 1)
 
 
-def probe_row_invariance(weight_shapes_OI: Iterable[tuple[int, int]], dtype: torch.dtype) -> bool:
-    """Whether ``linear`` gives each of 1..32 rows the bits it has in a call of 32 rows.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearTable:
+    """A LinearFunction with a geometry per weight shape, for machines where the default does not hold for all."""
 
-    Runs on this process, machine and thread count, with seeded random weights of each shape, cut to
-    4,096 output columns: an output head of 160,000 columns would need gigabytes for nothing new.
-    """
-    generator = torch.Generator().manual_seed(1)
-    for num_out, num_in in sorted({(min(num_out, PROBE_COLUMNS), num_in) for num_out, num_in in weight_shapes_OI}):
-        weight_OI = torch.randn(num_out, num_in, generator=generator).to(dtype)
-        x_TI = torch.randn(BF16_ROW_TILE, num_in, generator=generator).to(dtype)
-        expected_TO = linear(x_TI, weight_OI)
-        for num_rows in (1, 2, 3, 4, 7, 8, 12, 16, 17, 24, 31):
-            if not torch.equal(linear(x_TI[:num_rows], weight_OI), expected_TO[:num_rows]):
-                return False
-        if not torch.equal(linear(x_TI[-1:], weight_OI), expected_TO[-1:]):
-            return False
-    return True
+    tiles: Mapping[tuple[int, int], RowTiles]  # by (O, I); other shapes go through ``linear``
+    dtype: torch.dtype  # of those weights; others go through ``linear``
 
-
-def choose_linear(weight_shapes_OI: Iterable[tuple[int, int]], dtype: torch.dtype) -> LinearFunction:
-    """``linear`` where the start-up probe finds it row-invariant, else ``linear_padded``."""
-    return linear if probe_row_invariance(weight_shapes_OI, dtype) else linear_padded
+    def __call__(self, x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+        """Arguments and result as for ``linear``."""
+        tiles = self.tiles.get((weight_OI.shape[0], weight_OI.shape[1])) if weight_OI.dtype == self.dtype else None
+        return linear(x, weight_OI) if tiles is None else linear_in_tiles(x, weight_OI, tiles)
 
 
 def embedding(token_ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:

@@ -1,29 +1,33 @@
-"""Mixture of experts: router, expert products in three forms with the same bits, weighted combine.
+"""Mixture of experts: router, expert products in forms with the same bits, weighted combine.
 
 Dims: T rows, D model width, E experts, X experts per token, L width the experts work in, I inner width,
 J = 2 I, R (row, expert) pairs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from outrider.ops.activation import Activation, glu_fused
 from outrider.ops.invariant import island_dtype, sigmoid, tile_bmm
-from outrider.ops.linear import LinearFunction, linear, linear_padded
+from outrider.ops.linear import LinearFunction, linear, linear_padded, linear_plain
 from outrider.ops.quant import decode_mxfp4
 from outrider.ops.select import topk_lowest
 
 __all__ = [
+    "Experts",
+    "ExpertsFunction",
     "PackedExperts",
     "Routing",
     "StackedExperts",
     "combine",
-    "probe_expert_invariance",
+    "expert_product",
     "route",
     "routed_experts",
     "routed_experts_batched",
     "routed_experts_loop",
+    "routed_experts_plain",
     "routed_experts_reference",
     "stack_experts",
 ]
@@ -83,6 +87,7 @@ class PackedExperts:
 
 
 Experts = StackedExperts | PackedExperts
+ExpertsFunction = Callable[[torch.Tensor, Routing, Experts, Activation], torch.Tensor]
 
 
 def stack_experts(w1_EIL: torch.Tensor, w3_EIL: torch.Tensor, w2_ELI: torch.Tensor) -> StackedExperts:
@@ -98,6 +103,7 @@ def route(
     top_k: int,
     renormalize: bool,
     scaling: float,
+    product: LinearFunction = linear_padded,
 ) -> Routing:
     """Choose experts by biased sigmoid scores, weight them by the unbiased ones.
 
@@ -110,8 +116,9 @@ def route(
         top_k: experts per token.
         renormalize: divide the weights by their sum (plus 1e-20).
         scaling: factor on the weights.
+        product: of the rows with the gate weight.
     """
-    scores_TE = sigmoid(linear_padded(x_TD.to(gate_weight_ED.dtype), gate_weight_ED))
+    scores_TE = sigmoid(product(x_TD.to(gate_weight_ED.dtype), gate_weight_ED))
     _, chosen_TX = topk_lowest(scores_TE + correction_bias_E, top_k)
     # Ascending ids fix the order of the sum over experts; a sort of distinct ids has no ties.
     expert_ids_TX = chosen_TX.sort(dim=-1).values
@@ -133,40 +140,66 @@ def combine(outputs_TXL: torch.Tensor, weights_TX: torch.Tensor) -> torch.Tensor
     return total_TL.to(outputs_TXL.dtype)
 
 
-def routed_experts(
-    x_TL: torch.Tensor,
-    routing: Routing,
-    experts: Experts,
-    activation: Activation,
-    *,
-    product: LinearFunction = linear,
-) -> torch.Tensor:
+def expert_product(x_RI: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
+    """Product of one expert's rows with the bits of the batched form.
+
+    In bfloat16 a plain linear has them (and a lone batched product would copy the transposed weight).
+    """
+    if x_RI.dtype == torch.bfloat16:
+        return linear(x_RI, weight_OI)
+    return tile_bmm(x_RI[None], weight_OI.T[None])[0]
+
+
+def routed_experts(x_TL: torch.Tensor, routing: Routing, experts: Experts, activation: Activation) -> torch.Tensor:
     """Expert outputs combined per row, ``[T, L]`` in the dtype of x.
 
     Takes the batched form when the rows reach about every expert anyway or the experts are small, else the
-    loop. Both give the
-    same bits, so the choice may depend on the batch. Where the start-up probe found that they do not,
-    ``product`` is ``linear_padded`` and only the loop runs, on padded tiles.
+    loop. Both give the same bits, so the choice may depend on the batch; where the start-up probe finds that
+    they do not, the model calls the loop alone, with a product that keeps its bits.
     """
+    stack = _worth_batching(experts, routing)
+    if stack is None:
+        return routed_experts_loop(x_TL, routing, experts, activation)
+    return routed_experts_batched(x_TL, routing, stack, activation)
+
+
+def routed_experts_plain(
+    x_TL: torch.Tensor, routing: Routing, experts: Experts, activation: Activation
+) -> torch.Tensor:
+    """As ``routed_experts`` without tiles: kernels, and so bits, depend on how many rows an expert has."""
+    stack = _worth_batching(experts, routing)
+    if stack is None:
+        return routed_experts_loop(x_TL, routing, experts, activation, product=linear_plain)
+    return _all_experts(x_TL, routing, stack, activation, torch.bmm)
+
+
+def _worth_batching(experts: Experts, routing: Routing) -> StackedExperts | None:
+    """The experts, where computing every row with all of them costs less than a call per chosen expert."""
     num_rows, num_chosen = routing.expert_ids_TX.shape
-    if (
-        isinstance(experts, StackedExperts)
-        and product is linear
-        and num_rows <= BATCHED_MAX_ROWS
-        and (num_rows * num_chosen >= experts.num_experts or experts.gate_up_EJL.numel() <= SMALL_STACK_ELEMENTS)
-    ):
-        return routed_experts_batched(x_TL, routing, experts, activation)
-    return routed_experts_loop(x_TL, routing, experts, activation, product=product)
+    if not isinstance(experts, StackedExperts) or num_rows > BATCHED_MAX_ROWS:
+        return None
+    reaches_all = num_rows * num_chosen >= experts.num_experts
+    return experts if reaches_all or experts.gate_up_EJL.numel() <= SMALL_STACK_ELEMENTS else None
 
 
 def routed_experts_batched(
     x_TL: torch.Tensor, routing: Routing, experts: StackedExperts, activation: Activation
 ) -> torch.Tensor:
     """Every expert computes every row in two batched products; no host sync, no loop over experts."""
+    return _all_experts(x_TL, routing, experts, activation, tile_bmm)
+
+
+def _all_experts(
+    x_TL: torch.Tensor,
+    routing: Routing,
+    experts: StackedExperts,
+    activation: Activation,
+    batched_product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
     num_rows = x_TL.shape[0]
     x_ETL = x_TL.expand(experts.num_experts, -1, -1)
-    hidden_ETI = glu_fused(activation, tile_bmm(x_ETL, experts.gate_up_EJL.transpose(1, 2)))
-    out_ETL = tile_bmm(hidden_ETI, experts.down_ELI.transpose(1, 2))
+    hidden_ETI = glu_fused(activation, batched_product(x_ETL, experts.gate_up_EJL.transpose(1, 2)))
+    out_ETL = batched_product(hidden_ETI, experts.down_ELI.transpose(1, 2))
     row_T1 = torch.arange(num_rows, device=x_TL.device)[:, None]
     return combine(out_ETL[routing.expert_ids_TX, row_T1], routing.weights_TX)
 
@@ -177,7 +210,7 @@ def routed_experts_loop(
     experts: Experts,
     activation: Activation,
     *,
-    product: LinearFunction = linear,
+    product: LinearFunction = expert_product,
 ) -> torch.Tensor:
     """One product per expert that has rows. Copies the counts per expert to the host (one sync)."""
     if x_TL.shape[0] == 0:
@@ -190,25 +223,13 @@ def routed_experts_loop(
     pieces_RL = torch.split(sorted_RL, [counts[index] for index in used])
     weights = [experts.expert(index) for index in used]
     # One activation over all pairs between the products: it costs as much as a small product.
-    gate_up = [_expert_product(x, gate_up_JL, product) for x, (gate_up_JL, _) in zip(pieces_RL, weights, strict=True)]
+    gate_up = [product(x, gate_up_JL) for x, (gate_up_JL, _) in zip(pieces_RL, weights, strict=True)]
     hidden_RI = glu_fused(activation, torch.cat(gate_up))
     pieces_RI = torch.split(hidden_RI, [counts[index] for index in used])
-    out_sorted_RL = torch.cat(
-        [_expert_product(x, down_LI, product) for x, (_, down_LI) in zip(pieces_RI, weights, strict=True)]
-    )
+    out_sorted_RL = torch.cat([product(x, down_LI) for x, (_, down_LI) in zip(pieces_RI, weights, strict=True)])
     out_RL = torch.empty_like(out_sorted_RL)
     out_RL[order_R] = out_sorted_RL
     return combine(out_RL.view(-1, num_chosen, x_TL.shape[1]), routing.weights_TX)
-
-
-def _expert_product(x_RI: torch.Tensor, weight_OI: torch.Tensor, product: LinearFunction) -> torch.Tensor:
-    """Product of one expert with the bits of the batched form.
-
-    In bfloat16 a plain linear has them (and a lone batched product would copy the transposed weight).
-    """
-    if x_RI.dtype == torch.bfloat16:
-        return product(x_RI, weight_OI)
-    return tile_bmm(x_RI[None], weight_OI.T[None])[0]
 
 
 def routed_experts_reference(
@@ -225,28 +246,3 @@ def routed_experts_reference(
             total_L = total_L + routing.weights_TX[row, x] * (down_LI @ hidden_I).to(island)
         rows.append(total_L)
     return torch.stack(rows).to(x_TL.dtype)
-
-
-def probe_expert_invariance(num_experts: int, width: int, inner: int, dtype: torch.dtype) -> bool:
-    """Whether all forms give each of 1..16 rows the same bits on this process, machine and thread count.
-
-    bfloat16 products run on as many rows as there are, so this is worth a check at start-up, with a few
-    seeded random experts of the real size.
-    """
-    generator = torch.Generator().manual_seed(2)
-    stack = min(num_experts, 4)
-    experts = StackedExperts(
-        gate_up_EJL=torch.randn(stack, 2 * inner, width, generator=generator).to(dtype),
-        down_ELI=torch.randn(stack, width, inner, generator=generator).to(dtype),
-    )
-    x_TL = torch.randn(BATCHED_MAX_ROWS, width, generator=generator).to(dtype)
-    ids_TX = torch.arange(stack).expand(BATCHED_MAX_ROWS, stack)
-    routing = Routing(expert_ids_TX=ids_TX, weights_TX=torch.ones(ids_TX.shape, dtype=island_dtype(dtype)))
-    silu = Activation(name="silu")
-    expected_TL = routed_experts_loop(x_TL, routing, experts, silu)
-    for num_rows in (1, 2, 3, 4, 7, 8, 12, 16):
-        part = Routing(expert_ids_TX=ids_TX[:num_rows], weights_TX=routing.weights_TX[:num_rows])
-        for function in (routed_experts_loop, routed_experts_batched):
-            if not torch.equal(function(x_TL[:num_rows], part, experts, silu), expected_TL[:num_rows]):
-                return False
-    return True

@@ -44,7 +44,9 @@ def _grouped(x_OI: torch.Tensor) -> torch.Tensor:
 
 
 def decode_mxfp4(packed_OB: torch.Tensor, scale_OG: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Weights ``[..., O, I]`` in ``dtype``, exact for scale codes from 3 on (below, bfloat16 is subnormal).
+    """Weights ``[..., O, I]`` in ``dtype``, exact for scale codes 3 to 252.
+
+    Below, bfloat16 is subnormal; above, the largest codes are infinite in float32, in which all is formed.
 
     Both products are by powers of two, so the order of operations cannot round.
     """

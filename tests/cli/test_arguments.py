@@ -4,7 +4,7 @@ import pytest
 import tyro
 
 from outrider.cli import main
-from outrider.cli.arguments import BenchAb, Command, Demo, Generate, Inspect, Logits
+from outrider.cli.arguments import Bench, BenchAb, BenchNumerics, Command, Demo, Generate, Inspect, Logits
 from outrider.cli.checkpoints import resolve_checkpoint
 from outrider.cli.runtime import parse_speculation, prepare_output, set_threads
 from outrider.errors import CheckpointError, ConfigError
@@ -45,10 +45,22 @@ def test_lists_are_comma_separated() -> None:
         *"bench ab m --drafter d --prompts f.jsonl --tiers a,b --concurrency 1,4 --num-prompts 2".split(),
         *"--max-tokens 9 --arms plain,spec --repeats 3 --threads 2 --json OUT".split(),
     )
-    assert command == BenchAb(
-        kind="ab", model="m", drafter="d", prompts="f.jsonl", tiers=("a", "b"), concurrency=(1, 4), num_prompts=2,
+    assert command.kind == BenchAb(
+        model="m", drafter="d", prompts="f.jsonl", tiers=("a", "b"), concurrency=(1, 4), num_prompts=2,
         max_tokens=9, arms=("plain", "spec"), repeats=3, threads=2, json="OUT",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ["m --rows 1,4 --repeats 5 --json o", "--rows 1,4 --repeats 5 m --json o"])
+def test_bench_numerics_in_any_order(line: str) -> None:
+    expected = Bench(kind=BenchNumerics(model="m", rows=(1, 4), repeats=5, json="o"))
+    assert parse("bench", "numerics", *line.split()) == expected
+
+
+def test_numerics_of_an_engine() -> None:
+    assert parse(*"generate m --prompt p --numerics fast --probe skip".split()) == Generate(
+        model="m", prompt="p", numerics="fast", probe="skip"
+    )
 
 
 def test_demo_and_inspect() -> None:
@@ -58,8 +70,8 @@ def test_demo_and_inspect() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["", "generate", "generate m --unknown 1", "generate m --prompt-ids 1,x", "bench m", "logits m --prompt-ids 1",
-     "generate m --dtype int8"],
+    ["", "generate", "generate m --unknown 1", "generate m --prompt-ids 1,x", "bench", "bench m",
+     "bench numerics", "logits m --prompt-ids 1", "generate m --dtype int8", "generate m --numerics quick"],
 )  # fmt: skip
 def test_wrong_lines_end_with_status_2(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:

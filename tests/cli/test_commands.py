@@ -144,6 +144,8 @@ def test_inspect_needs_nothing_but_the_config(pair, tmp_path: Path, capsys: pyte
         ("inspect {drafter}/absent", "no checkpoint"),
         ("logits {target} --prompt-ids 5000 --json {target}/../out.json", "5000"),
         ("logits {target} --prompt-ids 1 --json {target}/config.json/out.json", "cannot be written"),
+        ("bench numerics {target} --rows 0", "rows=0"),
+        ("bench numerics {target} --context 100000", "max_model_len"),
         ("bench ab {target} --drafter {drafter} --prompts absent.jsonl", "absent.jsonl"),
         ("bench ab {target} --drafter {drafter} --prompts absent.jsonl --repeats 0", "repeats=0"),
         ("bench ab {target} --drafter {drafter} --prompts absent.jsonl --speculation off", "without drafts"),
@@ -212,7 +214,7 @@ def test_bench_clips_the_number_of_prompts_to_what_a_tier_has(talking_pair, tmp_
             for tier, sub, text in rows
         )
     )
-    line = f"bench ab {target} --drafter {drafter} --prompts {prompts} --json {out} --max-tokens 2".split()
+    line = f"bench ab {target} --drafter {drafter} --prompts {prompts} --json {out} --max-tokens 6".split()
     line += ["--concurrency", "1"]
     assert main([*line, "--tiers", "a,b", "--num-prompts", "3"]) == 0
     cells = json.loads(out.read_text())["cells"]
@@ -223,6 +225,34 @@ def test_bench_clips_the_number_of_prompts_to_what_a_tier_has(talking_pair, tmp_
     capsys.readouterr()
     assert main([*line, "--tiers", "a,c", "--num-prompts", "3"]) == 2
     assert "tier 'c' has no usable prompts" in capsys.readouterr().err
+    # One token comes with the prompt and one more leaves no room for a draft: the arms were the same program.
+    assert main([*line, "--tiers", "a", "--num-prompts", "1", "--max-tokens", "2"]) == 1
+    assert "the spec arm verified no draft in c1 a" in caplog.text
+
+
+def test_bench_numerics_measures_both_in_turns(pair, tmp_path: Path, capsys) -> None:
+    target, _ = pair
+    out = tmp_path / "out.json"
+    line = f"bench numerics {target} --rows 1,3 --context 20 --repeats 4 --dtype float32 --json {out}"
+    assert main(line.split()) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(cell["num_rows"], cell["num_pairs"]) for cell in summary["cells"]] == [(1, 4), (3, 4)]
+    for cell in summary["cells"]:
+        assert cell["exact_ms"] > 0 and cell["fast_ms"] > 0
+        assert cell["ratio_low"] <= cell["ratio"] <= cell["ratio_high"]
+    written = json.loads(out.read_text())
+    assert written["cells"] == summary["cells"]
+    assert written["settings"]["rows"] == [1, 3]
+
+
+def test_fast_numerics_are_said_to_promise_nothing(pair, capsys, caplog) -> None:
+    target, _ = pair
+    caplog.set_level(logging.INFO)
+    line = ["generate", target, "--prompt-ids", PROMPT, "--max-tokens", "12", "--json"]
+    exact, fast = json_of(capsys, *line), json_of(capsys, *line, "--numerics", "fast")
+    assert len(exact["token_ids"]) == len(fast["token_ids"]) == 12
+    said = [record.getMessage() for record in caplog.records if "numerics fast" in record.getMessage()]
+    assert said == ["numerics fast: output may depend on speculation and on the other requests"]
 
 
 def test_a_reader_that_leaves_is_no_error(pair: tuple[str, str]) -> None:

@@ -40,24 +40,41 @@ def test_small_bfloat16_calls_are_one_library_call(monkeypatch):
     assert calls[1:] == [(32, 16), (1, 16)]
 
 
-def test_probe_chooses(monkeypatch):
-    assert ops.choose_linear(SHAPES, torch.bfloat16) is ops.linear
-    assert ops.probe_row_invariance(SHAPES, torch.float32)
+def test_every_candidate_is_the_product(dtype, assert_close):
+    weight = torch.randn(24, 48).to(dtype)
+    for tiles in ops.tile_candidates(dtype):
+        for num_rows in (0, 1, 31, 65):
+            x = torch.randn(num_rows, 48).to(dtype)
+            got = ops.linear_in_tiles(x, weight, tiles)
+            assert got.shape == (num_rows, 24)
+            if num_rows:
+                assert_close(got, ops.linear_reference(x, weight))
 
-    def by_row_count(x, weight):
-        return F.linear(x, weight) + x.shape[0]
 
-    monkeypatch.setattr(ops, "linear", by_row_count)
-    assert not ops.probe_row_invariance([(8, 16)], torch.bfloat16)
-    assert ops.choose_linear([(8, 16)], torch.bfloat16) is ops.linear_padded
+def test_the_first_candidate_is_what_linear_does(dtype):
+    x, weight = torch.randn(37, 48).to(dtype), torch.randn(24, 48).to(dtype)
+    assert torch.equal(ops.linear_in_tiles(x, weight, ops.tile_candidates(dtype)[0]), ops.linear(x, weight))
 
 
-def test_probe_cuts_wide_outputs(monkeypatch):
-    seen = set()
-    real = ops.linear
-    monkeypatch.setattr(ops, "linear", lambda x, weight: seen.add(tuple(weight.shape)) or real(x, weight))
-    assert ops.probe_row_invariance([(10_000_000, 8), (20_000_000, 8), (96, 8)], torch.bfloat16)
-    assert seen == {(ops.PROBE_COLUMNS, 8), (96, 8)}
+@pytest.mark.parametrize("padded", [True, False])
+def test_tiles_are_cut_as_they_say(padded, monkeypatch):
+    calls = []
+    real = F.linear
+    monkeypatch.setattr(ops.F, "linear", lambda x, w: calls.append(x.shape[0]) or real(x, w))
+    ops.linear_in_tiles(torch.randn(35, 8), torch.randn(4, 8), ops.RowTiles(num_rows=16, padded=padded))
+    assert calls == [16, 16, 16 if padded else 3]
+
+
+def test_a_table_takes_the_geometry_of_each_weight(monkeypatch):
+    calls = []
+    real = F.linear
+    monkeypatch.setattr(ops.F, "linear", lambda x, w: calls.append((x.shape[0], w.shape[0])) or real(x, w))
+    table = ops.LinearTable(tiles={(4, 8): ops.RowTiles(num_rows=1, padded=True)}, dtype=torch.bfloat16)
+    x = torch.randn(2, 8)
+    table(x.bfloat16(), torch.randn(4, 8).bfloat16())
+    table(x.bfloat16(), torch.randn(6, 8).bfloat16())  # not in the table
+    table(x, torch.randn(4, 8))  # in the table, but of another dtype: float32 products need their padding
+    assert calls == [(1, 4), (1, 4), (2, 6), (16, 4)]
 
 
 def test_embedding_reads_rows():

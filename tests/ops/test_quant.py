@@ -15,6 +15,16 @@ def test_all_bytes_and_scales_match_the_table(dtype):
         assert got[0, 3].item() == 0.0
 
 
+@pytest.mark.parametrize("width", [32, 96, 2880, 3584])
+def test_any_number_of_groups_decodes_by_the_table(width):
+    """One group, an odd number, and widths of released models; scales at both ends of their range."""
+    packed = torch.randint(0, 256, (2, width // 2), dtype=torch.uint8)
+    scale = torch.randint(1, 253, (2, width // 32), dtype=torch.uint8)
+    scale[0, 0], scale[1, -1] = 0, 252
+    for dtype in (torch.float64, torch.float32):
+        assert torch.equal(quant.decode_mxfp4(packed, scale, dtype), quant.decode_mxfp4_reference(packed, scale, dtype))
+
+
 def test_every_value_is_exact_in_bfloat16():
     packed, scale = (
         torch.randint(0, 256, (64, 64), dtype=torch.uint8),

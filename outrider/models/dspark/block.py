@@ -20,6 +20,7 @@ from outrider.models.dspark.drawing import DraftDraws
 from outrider.models.dspark.heads import Chain, ConfidenceHead, draft_chain, greedy_draft
 from outrider.models.dspark.joined import drafter_rotary_table, join_layer
 from outrider.models.dspark.model import DSparkModel
+from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.ops.activation import Activation, glu_fused
 from outrider.ops.block_attention import block_attention
 from outrider.ops.linear import LinearFunction
@@ -82,6 +83,7 @@ class BlockPredictor:
         max_context: positions a sequence may reach; sizes the rotary table.
         num_draft_tokens: drafts per round; None is all of the block. Head and Markov chain run for these only.
         with_confidence: give the confidence of each draft, for a policy that reads it.
+        numerics: how ``linear`` was found.
 
     Raises:
         ConfigError: more drafts than the block was trained for, or confidence asked of a drafter without it.
@@ -97,12 +99,14 @@ class BlockPredictor:
         max_context: int,
         num_draft_tokens: int | None = None,
         with_confidence: bool = False,
+        numerics: NumericsReport = UNPROBED,
     ) -> None:
         config = model.config
         if with_confidence and model.confidence_head is None:
             raise ConfigError("the drafter has no confidence head; run without confidence")
         self._confidence_head = model.confidence_head if with_confidence else None
         self.config: DSparkConfig = config
+        self.numerics = numerics
         self.num_draft_tokens = config.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         if not 1 <= self.num_draft_tokens <= config.num_draft_tokens:
             raise ConfigError(

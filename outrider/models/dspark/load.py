@@ -5,10 +5,14 @@ from pathlib import Path
 from outrider.models.dspark.block import BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables, load_model
 from outrider.models.dspark.config import check_target
+from outrider.models.dspark.model import DSparkModel
+from outrider.models.numerics import NumericsChoice, chosen_linear, linear_checks, resolve_numerics
 from outrider.models.protocol import TargetModel
-from outrider.ops.linear import choose_linear
+from outrider.ops.linear import linear_plain
 
 __all__ = ["load_predictor"]
+
+LINEAR = "drafter linear"
 
 
 def load_predictor(
@@ -19,6 +23,7 @@ def load_predictor(
     max_context: int,
     num_draft_tokens: int | None = None,
     with_confidence: bool = False,
+    numerics: NumericsChoice | None = None,
 ) -> BlockPredictor:
     """Load a drafter in the dtype and on the device of its target.
 
@@ -29,6 +34,7 @@ def load_predictor(
         max_context: positions a sequence may reach.
         num_draft_tokens: drafts per round; None is all that the block was trained for.
         with_confidence: compute the confidence of each draft; off until a policy reads it.
+        numerics: how products are computed and probed; None is exact.
 
     Raises:
         CheckpointError: weights do not match their config, or the drafter is another target's.
@@ -39,13 +45,29 @@ def load_predictor(
     check_target(
         model.config, vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_layers=target.num_layers
     )
-    shapes = [(parameter.shape[0], parameter.shape[1]) for parameter in model.parameters() if parameter.dim() == 2]
+    choice, dtype, device = numerics or NumericsChoice(), tables.embedding_VD.dtype, tables.embedding_VD.device
+    shapes = _weight_shapes(model)
+    report = resolve_numerics(linear_checks(LINEAR, shapes, dtype, device), choice, dtype=dtype, device=device)
+    exact = choice.mode == "exact"
     return BlockPredictor(
         model,
         embed=target.embed,
         head=target.head,
-        linear=choose_linear(shapes, tables.embedding_VD.dtype),
+        linear=chosen_linear(LINEAR, shapes, dtype, report.geometries) if exact else linear_plain,
+        numerics=report,
         max_context=max_context,
         num_draft_tokens=num_draft_tokens,
         with_confidence=with_confidence,
     )
+
+
+def _weight_shapes(model: DSparkModel) -> set[tuple[int, int]]:
+    """Shapes of all matrices that rows are multiplied with, in the joined form that inference uses."""
+    config = model.config
+    query_rows, key_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {(parameter.shape[0], parameter.shape[1]) for parameter in model.parameters() if parameter.dim() == 2}
+    return shapes | {
+        (query_rows + 2 * key_rows, config.hidden_size),
+        (2 * config.num_layers * key_rows, config.hidden_size),  # keys and values of the context, all layers
+        (2 * config.intermediate_size, config.hidden_size),
+    }

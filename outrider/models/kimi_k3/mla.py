@@ -12,7 +12,7 @@ from outrider.models.kimi_k3.step import StepIndex, scatter_groups
 from outrider.models.layers import Build
 from outrider.models.protocol import TargetCaches
 from outrider.ops.activation import sigmoid_gate
-from outrider.ops.attention import AbsorbedWeights, absorb_weights, mla_absorbed, mla_expanded
+from outrider.ops.attention import AbsorbedWeights, absorb_weights, mla_expanded
 from outrider.ops.norm import rms_norm
 
 __all__ = ["MlaAttention"]
@@ -23,7 +23,8 @@ class MlaAttention(nn.Module):
 
     def __init__(self, config: MlaConfig, hidden_size: int, cache_index: int, build: Build) -> None:
         super().__init__()
-        self.config, self.cache_index, self.linear = config, cache_index, build.linear
+        self.config, self.cache_index = config, cache_index
+        self.kernels, self.linear = build.kernels, build.linear
         # The exact float: a bf16 scale would be 0.13 % off (section 14.16).
         self.scale = config.qk_head_dim**-0.5
         num_heads, rank = config.num_heads, config.q_lora_rank
@@ -75,5 +76,7 @@ class MlaAttention(nn.Module):
             )
         if index.step is not None:
             q_nope_THN, q_rope_THR = torch.split(index.step.take(query_THK), widths, dim=-1)
-            step_out = mla_absorbed(q_nope_THN, q_rope_THR, self.absorbed, rows_RC, index.step.spans, scale=self.scale)
+            step_out = self.kernels.absorbed(
+                q_nope_THN, q_rope_THR, self.absorbed, rows_RC, index.step.spans, scale=self.scale
+            )
         return scatter_groups(index, chunk_out, step_out)

@@ -16,6 +16,7 @@ from outrider.models.kimi_k3.moe import DenseFfn, ExpertForm, MoeFfn
 from outrider.models.kimi_k3.residual import ResidualMix, ResidualStream
 from outrider.models.kimi_k3.step import StepIndex
 from outrider.models.layers import Build
+from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.models.protocol import AuxStream, TargetCaches
 from outrider.ops.activation import Activation
 from outrider.ops.linear import embedding
@@ -69,14 +70,18 @@ class KimiK3Model(nn.Module):
     Args:
         config: Parsed and validated numbers.
         experts: Keep routed experts as MXFP4 bytes or as compute-dtype matrices.
-        build: Dtype, device and linear function; the meta device gives shapes only.
+        build: Dtype, device and kernels; the meta device gives shapes only.
+        numerics: How the kernels were found.
     """
 
     chunk_multiple = KDA_CHUNK
 
-    def __init__(self, config: KimiK3Config, *, experts: ExpertForm, build: Build) -> None:
+    def __init__(
+        self, config: KimiK3Config, *, experts: ExpertForm, build: Build, numerics: NumericsReport = UNPROBED
+    ) -> None:
         super().__init__()
         self.config = config
+        self.numerics = numerics
         self.dtype = build.dtype
         self.linear = build.linear
         self.vocab_size = config.vocab_size

@@ -11,7 +11,7 @@ from torch import nn
 from outrider.models.kimi_k3.config import MXFP4_GROUP, MoeConfig
 from outrider.models.layers import Build
 from outrider.ops.activation import Activation, glu_fused
-from outrider.ops.moe import PackedExperts, StackedExperts, route, routed_experts
+from outrider.ops.moe import PackedExperts, StackedExperts, route
 from outrider.ops.norm import rms_norm
 
 __all__ = ["DenseFfn", "ExpertForm", "MoeFfn"]
@@ -81,7 +81,8 @@ class MoeFfn(nn.Module):
         build: Build,
     ) -> None:
         super().__init__()
-        self.config, self.eps, self.activation, self.linear = config, eps, activation, build.linear
+        self.config, self.eps, self.activation = config, eps, activation
+        self.kernels, self.linear = build.kernels, build.linear
         latent, shared, inner = config.latent_size, config.shared_intermediate_size, config.intermediate_size
         # Router on the full width, in fp32: rounding its logits changes the selection (14.19).
         self.gate = build.island_weight(config.num_experts, hidden_size)
@@ -105,12 +106,13 @@ class MoeFfn(nn.Module):
             top_k=self.config.experts_per_token,
             renormalize=self.config.renormalize,
             scaling=self.config.routed_scaling_factor,
+            product=self.kernels.router,
         )
         latent_TL, shared_TJ = x_TD, None
         if self.in_proj is not None:
             down_TL, shared_TJ = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
             latent_TL = down_TL if self.up_proj is not None else x_TD
-        out = routed_experts(latent_TL, routing, self.experts.stacked(), self.activation, product=self.linear)
+        out = self.kernels.experts(latent_TL, routing, self.experts.stacked(), self.activation)
         if self.routed_norm is not None:
             out = rms_norm(out, self.routed_norm, self.eps)
         if self.up_proj is not None:

@@ -52,6 +52,26 @@ def test_neighbours_cannot_move_a_row(toy, dtype):
     assert torch.equal(next(states)[0], next(states)[3])
 
 
+@pytest.mark.parametrize("poison", [float("nan"), 1e30])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_poisoned_neighbours_cannot_reach_a_row(toy, dtype, poison):
+    """Neighbours whose every value is NaN or huge, in prompts, single steps and verify spans beside ours."""
+    variant = toy("k3")
+    model = variant.load(dtype)
+    model.embedding[variant.options.vocab_size - 1] = poison
+    bad = [variant.options.vocab_size - 1] * 8
+    ours = [token_id for token_id in variant.sequences[0] if token_id != bad[0]][:20]
+    alone, company = Driver(model=model), Driver(model=model)
+    expected = [alone.forward([prompt(0, ours[:16])]).logits_NV, alone.forward([rows(0, ours[16:20])]).logits_NV]
+    company.forward([prompt(1, bad[:5])])
+    found = [company.forward([prompt(3, bad), prompt(0, ours[:16]), rows(1, bad[:3])]).logits_NV[8:24]]
+    company.commit([2])
+    found.append(company.forward([rows(3, bad[:1]), rows(1, bad[:7]), rows(0, ours[16:20])]).logits_NV[8:12])
+    for want, got in zip(expected, found, strict=True):
+        assert not want.isnan().any()
+        assert torch.equal(want, got)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_verifying_equals_stepping(toy, dtype):
     """A span of five rows gives the bits of five single steps, and commits the same state."""
@@ -127,11 +147,16 @@ def test_a_released_slot_starts_afresh(toy):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_joined_projections_equal_separate_ones(toy, dtype):
-    """One product for q, k, v, gate ... gives the bits of one product each."""
+    """One product for q, k, v, gate ... is one product each, up to what a library changes with the columns.
+
+    Not bit for bit: in float32 on AMD Zen 4 the number of columns chooses the kernel. A loaded model has one form.
+    """
+    bound = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2.0**-7}[dtype]
     model = toy("k3").load(dtype)
     x_TD = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     for layer in model.layers:
         weight, sections = layer.attention.in_proj, layer.attention.sections
         joined = torch.split(model.linear(x_TD, weight), sections, dim=-1)
         for part, rows_of_weight in zip(joined, torch.split(weight, sections), strict=True):
-            assert torch.equal(part, model.linear(x_TD, rows_of_weight.contiguous()))
+            alone = model.linear(x_TD, rows_of_weight.contiguous())
+            assert (part - alone).abs().max() <= bound * alone.abs().max()

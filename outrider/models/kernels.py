@@ -1,0 +1,27 @@
+"""The operations of a row that exist in several forms, as chosen once for a loaded model."""
+
+from dataclasses import dataclass
+
+from outrider.ops.attention import AbsorbedFunction, mla_absorbed, mla_absorbed_plain
+from outrider.ops.linear import LinearFunction, linear, linear_padded, linear_plain
+from outrider.ops.moe import ExpertsFunction, routed_experts, routed_experts_plain
+
+__all__ = ["EXACT_KERNELS", "PLAIN_KERNELS", "Kernels"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """Forms of the products. The defaults keep a row's bits its own on the machines they were measured on."""
+
+    linear: LinearFunction = linear  # dense layers and the head
+    router: LinearFunction = linear_padded
+    experts: ExpertsFunction = routed_experts
+    absorbed: AbsorbedFunction = mla_absorbed  # attention of decode and verify rows
+
+
+EXACT_KERNELS = Kernels()
+# What `--numerics fast` runs: whole calls, whose kernels the library picks by row count. Functions that are not
+# here (norms, recurrence, prompt attention, element-wise) have no cheaper form.
+PLAIN_KERNELS = Kernels(
+    linear=linear_plain, router=linear_plain, experts=routed_experts_plain, absorbed=mla_absorbed_plain
+)

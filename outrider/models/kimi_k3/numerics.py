@@ -1,0 +1,171 @@
+"""What the start-up probe checks of a K3 model, and the kernels that follow from its outcome."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from outrider.models.kernels import PLAIN_KERNELS, Kernels
+from outrider.models.kimi_k3.config import KimiK3Config
+from outrider.models.kimi_k3.kda import KDA_CHUNK
+from outrider.models.kimi_k3.model import KimiK3Model
+from outrider.models.kimi_k3.residual import attention_residual_mix
+from outrider.models.layers import Build, IslandParameter
+from outrider.models.numerics import (
+    NumericsChoice,
+    NumericsReport,
+    chosen_linear,
+    linear_checks,
+    resolve_numerics,
+)
+from outrider.ops.activation import Activation
+from outrider.ops.attention import mla_absorbed
+from outrider.ops.invariant import ROW_TILE, island_dtype
+from outrider.ops.moe import routed_experts_loop
+from outrider.ops.probe import NUM_ROWS, OpCheck, company_violation, fixed_check, random_rows
+from outrider.ops.probe_mixers import (
+    MlaSizes,
+    absorbed_check,
+    absorbed_name,
+    expanded_check,
+    kda_check,
+    kda_chunk_check,
+    query_tile_named,
+)
+from outrider.ops.probe_ops import (
+    BOTH_FORMS,
+    activation_check,
+    conv_check,
+    experts_check,
+    experts_name,
+    experts_product,
+    gated_norm_check,
+    norm_check,
+    sigmoid_gate_check,
+)
+
+__all__ = ["choose_kernels", "model_checks"]
+
+LINEAR, ROUTER = "linear", "router"
+
+
+Shapes = frozenset[tuple[int, int]]
+
+
+def choose_kernels(
+    config: KimiK3Config, choice: NumericsChoice, *, dtype: torch.dtype, device: torch.device
+) -> tuple[Kernels, NumericsReport]:
+    """The kernels a model is built with, and how they were found."""
+    shapes = _weight_shapes(config)
+    report = resolve_numerics(_checks(config, shapes, dtype, device), choice, dtype=dtype, device=device)
+    return PLAIN_KERNELS if choice.mode == "fast" else _kernels(config, shapes, dtype, report.geometries), report
+
+
+def model_checks(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -> tuple[OpCheck, ...]:
+    """Every operation that a row passes through, at the sizes of the model."""
+    return _checks(config, _weight_shapes(config), dtype, device)
+
+
+def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> tuple[OpCheck, ...]:
+    island, moe = island_dtype(dtype), config.moe
+    checks = list(linear_checks(LINEAR, shapes, dtype, device))
+    activation = _activation(config)
+    inner_sizes = {config.intermediate_size}
+    if moe is not None:
+        width = moe.latent_size or config.hidden_size
+        checks += linear_checks(ROUTER, [(moe.num_experts, config.hidden_size)], island, device)
+        checks.append(experts_check(moe.num_experts, width, moe.intermediate_size, activation, dtype, device))
+        inner_sizes |= {moe.intermediate_size, moe.shared_intermediate_size} - {0}
+    checks += [activation_check(activation, inner, dtype, device) for inner in sorted(inner_sizes)]
+    checks += [norm_check(width, config.rms_norm_eps, dtype, device) for width in sorted(_norm_widths(config))]
+    if config.attn_res_block_size is not None:
+        checks.append(_mix_check(config, dtype, device))
+    if config.kda_layers:
+        checks += _kda_checks(config, dtype, device)
+    if config.mla_layers:
+        sizes = _mla_sizes(config)
+        checks += [absorbed_check(sizes, dtype, device), expanded_check(sizes, dtype, device)]
+        if config.mla.output_gate:
+            checks.append(sigmoid_gate_check(sizes.num_heads * sizes.value_dim, dtype, device))
+    return tuple(checks)
+
+
+def _kda_checks(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -> list[OpCheck]:
+    kda = config.kda
+    heads, width, bound = kda.num_heads, kda.head_dim, kda.gate_lower_bound
+    return [
+        conv_check(3 * kda.inner_size, kda.conv_kernel_size, dtype, device),
+        kda_check(heads, width, bound, dtype, device),
+        kda_chunk_check(heads, width, bound, KDA_CHUNK, dtype, device),
+        gated_norm_check(heads, width, config.rms_norm_eps, dtype, device),
+    ]
+
+
+def _mix_check(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -> OpCheck:
+    """Attention-residual mix over as many candidates as the last layer sees."""
+    width, eps = config.hidden_size, config.rms_norm_eps
+    weight_D = random_rows(width, dtype=island_dtype(dtype), device=device)
+
+    def mix(x_NBD: torch.Tensor) -> torch.Tensor:
+        return attention_residual_mix(x_NBD.transpose(0, 1).contiguous(), weight_D, eps)
+
+    def find() -> str | None:
+        shape = (NUM_ROWS, config.num_snapshots + 1, width)
+        return company_violation(mix, random_rows(*shape, dtype=dtype, device=device, seed=2))
+
+    return fixed_check(f"residual mix of {width}", find)
+
+
+def _kernels(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, geometries: Mapping[str, str]) -> Kernels:
+    """Kernels in the geometries that were found; a default geometry is the default function."""
+    chosen = Kernels(linear=chosen_linear(LINEAR, shapes, dtype, geometries))
+    moe = config.moe
+    if moe is not None:
+        router_shape = (moe.num_experts, config.hidden_size)
+        chosen = replace(chosen, router=chosen_linear(ROUTER, [router_shape], island_dtype(dtype), geometries))
+        geometry = geometries[experts_name(moe.latent_size or config.hidden_size, moe.intermediate_size)]
+        if geometry != BOTH_FORMS:
+            product = experts_product(geometry, dtype)
+            chosen = replace(chosen, experts=partial(routed_experts_loop, product=product))
+    if config.mla_layers:
+        row_tile = query_tile_named(geometries[absorbed_name(_mla_sizes(config))])
+        if row_tile != ROW_TILE:
+            chosen = replace(chosen, absorbed=partial(mla_absorbed, row_tile=row_tile))
+    return chosen
+
+
+def _activation(config: KimiK3Config) -> Activation:
+    return Activation(name=config.activation, beta=config.situ_beta, linear_beta=config.situ_linear_beta)
+
+
+def _mla_sizes(config: KimiK3Config) -> MlaSizes:
+    mla = config.mla
+    return MlaSizes(
+        num_heads=mla.num_heads,
+        nope_dim=mla.nope_head_dim,
+        rope_dim=mla.rope_head_dim,
+        value_dim=mla.v_head_dim,
+        latent_dim=mla.kv_lora_rank,
+    )
+
+
+def _norm_widths(config: KimiK3Config) -> set[int]:
+    widths = {config.hidden_size}
+    if config.mla_layers:
+        widths |= {config.mla.kv_lora_rank, config.mla.q_lora_rank or config.hidden_size}
+    if config.moe is not None and config.moe.latent_norm and config.moe.latent_size is not None:
+        widths.add(config.moe.latent_size)
+    return widths
+
+
+def _weight_shapes(config: KimiK3Config) -> Shapes:
+    """Shapes of all matrices that go through ``linear``, from a model without storage."""
+    build = Build(dtype=torch.bfloat16, device=torch.device("meta"))
+    model = KimiK3Model(config, experts="unpacked", build=build)
+    islands = {id(module.weight) for module in model.modules() if isinstance(module, IslandParameter)}
+    return frozenset(
+        (parameter.shape[0], parameter.shape[1])
+        for parameter in model.parameters()
+        if parameter.dim() == 2 and id(parameter) not in islands
+    )

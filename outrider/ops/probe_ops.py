@@ -1,0 +1,181 @@
+"""The checks of ``probe`` for products, experts, norms and element-wise functions.
+
+Dims: N rows of a call, O outputs, I inputs, H heads, W head width, K taps, D channels, X experts of the
+stack, L width of the experts, J two inner widths.
+"""
+
+from functools import partial
+
+import torch
+
+from outrider.ops.activation import Activation, glu_fused, sigmoid_gate
+from outrider.ops.conv import short_conv
+from outrider.ops.invariant import island_dtype
+from outrider.ops.linear import LinearFunction, RowTiles, linear_in_tiles, tile_candidates
+from outrider.ops.moe import (
+    BATCHED_MAX_ROWS,
+    Routing,
+    StackedExperts,
+    expert_product,
+    routed_experts_batched,
+    routed_experts_loop,
+)
+from outrider.ops.norm import gated_rms_norm, rms_norm
+from outrider.ops.probe import (
+    CASES,
+    FEW_CASES,
+    NUM_ROWS,
+    OpCheck,
+    RowFunction,
+    company_violation,
+    fixed_check,
+    random_rows,
+)
+from outrider.ops.spans import spans_from_lengths
+
+__all__ = [
+    "BOTH_FORMS",
+    "activation_check",
+    "conv_check",
+    "experts_check",
+    "experts_name",
+    "experts_product",
+    "gated_norm_check",
+    "linear_check",
+    "norm_check",
+    "probed_shape",
+    "sigmoid_gate_check",
+    "tiles_named",
+]
+
+# Output columns probed at most: the library works on column blocks far smaller than this.
+PROBE_COLUMNS = 4096
+# From this size on a weight is probed with few cases.
+LARGE_WEIGHT = 1 << 20
+# Experts probed at most; their number is a batch dim.
+PROBE_EXPERTS = 4
+BOTH_FORMS = "batched or looped"
+
+
+def probed_shape(num_out: int, num_in: int) -> tuple[int, int]:
+    """The shape that stands for a weight in a check."""
+    return min(num_out, PROBE_COLUMNS), num_in
+
+
+def tiles_named(name: str, dtype: torch.dtype) -> RowTiles:
+    """The candidate of that name."""
+    return {tiles.name: tiles for tiles in tile_candidates(dtype)}[name]
+
+
+def linear_check(name: str, shape_OI: tuple[int, int], dtype: torch.dtype, device: torch.device) -> OpCheck:
+    """Products with a weight of ``probed_shape``; candidates are the row tiles of ``linear``."""
+    num_out, num_in = shape_OI
+    cases = CASES if num_out * num_in <= LARGE_WEIGHT else FEW_CASES
+
+    def find(geometry: str) -> str | None:
+        weight_OI = random_rows(num_out, num_in, dtype=dtype, device=device)
+        rows_3I = random_rows(NUM_ROWS, num_in, dtype=dtype, device=device, seed=2)
+        tiles = tiles_named(geometry, dtype)
+        return company_violation(lambda x_NI: linear_in_tiles(x_NI, weight_OI, tiles), rows_3I, cases=cases)
+
+    names = tuple(tiles.name for tiles in tile_candidates(dtype))
+    return OpCheck(name=name, geometries=names, find_violation=find)
+
+
+def experts_product(geometry: str, dtype: torch.dtype) -> LinearFunction:
+    """The product of one expert's rows that a geometry of ``experts_check`` means."""
+    return expert_product if geometry == BOTH_FORMS else partial(linear_in_tiles, tiles=tiles_named(geometry, dtype))
+
+
+def experts_check(
+    num_experts: int, width: int, inner: int, activation: Activation, dtype: torch.dtype, device: torch.device
+) -> OpCheck:
+    """Expert products and their combine: both forms with the same bits, or the loop alone on padded tiles."""
+    stack = min(num_experts, PROBE_EXPERTS)
+
+    def find(geometry: str) -> str | None:
+        experts = StackedExperts(
+            gate_up_EJL=random_rows(stack, 2 * inner, width, dtype=dtype, device=device),
+            down_ELI=random_rows(stack, width, inner, dtype=dtype, device=device, seed=2),
+        )
+        weights_X = torch.linspace(0.1, 0.9, stack, dtype=island_dtype(dtype), device=device)
+        rows_3L = random_rows(NUM_ROWS, width, dtype=dtype, device=device, seed=3)
+
+        def routing(num_rows: int) -> Routing:
+            ids_TX = torch.arange(stack, device=device).expand(num_rows, stack)
+            return Routing(expert_ids_TX=ids_TX, weights_TX=weights_X.expand(num_rows, stack))
+
+        product = experts_product(geometry, dtype)
+
+        def loop(x_NL: torch.Tensor) -> torch.Tensor:
+            return routed_experts_loop(x_NL, routing(x_NL.shape[0]), experts, activation, product=product)
+
+        violation = company_violation(loop, rows_3L, cases=FEW_CASES)
+        if violation is None and geometry == BOTH_FORMS:
+            violation = company_violation(
+                lambda x_NL: routed_experts_batched(x_NL, routing(x_NL.shape[0]), experts, activation),
+                rows_3L,
+                alone=loop,
+                cases=[case for case in FEW_CASES if case[0] <= BATCHED_MAX_ROWS],
+            )
+        return violation
+
+    padded = tuple(tiles.name for tiles in tile_candidates(dtype) if tiles.padded)
+    return OpCheck(name=experts_name(width, inner), geometries=(BOTH_FORMS, *padded), find_violation=find)
+
+
+def experts_name(width: int, inner: int) -> str:
+    """Name of the experts' check."""
+    return f"experts of {width} to {inner}"
+
+
+def norm_check(width: int, eps: float, dtype: torch.dtype, device: torch.device) -> OpCheck:
+    """RMSNorm of a width."""
+    weight_D = random_rows(width, dtype=dtype, device=device)
+    return _row_check(f"norm of {width}", lambda x_ND: rms_norm(x_ND, weight_D, eps), (width,), dtype, device)
+
+
+def gated_norm_check(num_heads: int, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> OpCheck:
+    """Gated RMSNorm of a KDA output."""
+    weight_W = random_rows(width, dtype=island_dtype(dtype), device=device)
+    return _row_check(
+        f"gated norm of {num_heads} heads of {width}",
+        lambda x_N2HW: gated_rms_norm(x_N2HW[:, 0], weight_W, x_N2HW[:, 1], eps),
+        (2, num_heads, width),
+        dtype,
+        device,
+    )
+
+
+def activation_check(activation: Activation, inner: int, dtype: torch.dtype, device: torch.device) -> OpCheck:
+    """Gated activation of an inner width."""
+    return _row_check(
+        f"{activation.name} of {inner}", lambda x_NJ: glu_fused(activation, x_NJ), (2 * inner,), dtype, device
+    )
+
+
+def sigmoid_gate_check(width: int, dtype: torch.dtype, device: torch.device) -> OpCheck:
+    """Output gate of an attention layer."""
+    return _row_check(
+        f"sigmoid gate of {width}", lambda x_N2D: sigmoid_gate(x_N2D[:, 0], x_N2D[:, 1]), (2, width), dtype, device
+    )
+
+
+def conv_check(num_channels: int, kernel: int, dtype: torch.dtype, device: torch.device) -> OpCheck:
+    """Short convolution of one new input per sequence; the carried inputs are part of the row."""
+    weight_DK = random_rows(num_channels, kernel, dtype=island_dtype(dtype), device=device)
+
+    def run(x_NKD: torch.Tensor) -> torch.Tensor:
+        layout = spans_from_lengths((1,) * x_NKD.shape[0], device=device)
+        return short_conv(x_NKD[:, -1], x_NKD[:, :-1], weight_DK, layout)
+
+    return _row_check(f"convolution of {num_channels}", run, (kernel, num_channels), dtype, device)
+
+
+def _row_check(
+    name: str, run: RowFunction, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> OpCheck:
+    """A check of a function of whole rows."""
+    return fixed_check(
+        name, lambda: company_violation(run, random_rows(NUM_ROWS, *shape, dtype=dtype, device=device, seed=2))
+    )

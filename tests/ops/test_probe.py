@@ -1,0 +1,179 @@
+"""The probe holds for what is shipped, finds what is planted, and takes the first geometry that holds."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from outrider.ops import invariant, kda, moe, probe, probe_mixers, probe_ops
+from outrider.ops import linear as linear_ops
+from outrider.ops.activation import Activation
+
+CPU = torch.device("cpu")
+SITU = Activation(name="situ", beta=4.0, linear_beta=25.0)
+SIZES = probe_mixers.MlaSizes(num_heads=3, nope_dim=16, rope_dim=8, value_dim=12, latent_dim=32)
+
+
+def every_check(dtype):
+    """One check per operation, at widths that no vector divides."""
+    return [
+        probe_ops.linear_check("linear", (24, 40), dtype, CPU),
+        probe_ops.experts_check(8, 40, 24, SITU, dtype, CPU),
+        probe_ops.norm_check(40, 1e-6, dtype, CPU),
+        probe_ops.gated_norm_check(3, 20, 1e-6, dtype, CPU),
+        probe_ops.activation_check(SITU, 24, dtype, CPU),
+        probe_ops.activation_check(Activation(name="silu"), 20, dtype, CPU),
+        probe_ops.sigmoid_gate_check(36, dtype, CPU),
+        probe_ops.conv_check(36, 4, dtype, CPU),
+        probe_mixers.kda_check(3, 20, -5.0, dtype, CPU),
+        probe_mixers.kda_check(2, 16, None, dtype, CPU),
+        probe_mixers.kda_chunk_check(3, 20, -5.0, 16, dtype, CPU),
+        probe_mixers.absorbed_check(SIZES, dtype, CPU),
+        probe_mixers.expanded_check(SIZES, dtype, CPU),
+    ]
+
+
+def violation(check):
+    return check.find_violation(check.geometries[0])
+
+
+def test_every_shipped_operation_holds(dtype, threads):
+    outcome = probe.run_checks(
+        [
+            probe.OpCheck(
+                name=f"{index} {check.name}", geometries=check.geometries, find_violation=check.find_violation
+            )
+            for index, check in enumerate(every_check(dtype))
+        ]
+    )
+    assert not outcome.lost
+
+
+def by_row_count(function, shape_of):
+    """The function with a last bit that depends on the number of rows, as another kernel would have."""
+
+    def changed(*args, **kwargs):
+        out = function(*args, **kwargs)
+        return out * (1 + 2.0**-6) if shape_of(*args, **kwargs) > 4 else out
+
+    return changed
+
+
+PLANTED = {
+    "linear": (linear_ops.F, "linear", lambda x, w: x.shape[0], 0),
+    "expert batches": (moe, "tile_bmm", lambda a, b: a.shape[1], 1),
+    "norm": (F, "rms_norm", lambda x, *rest: x.shape[0], 2),
+    "gated norm": (probe_ops, "gated_rms_norm", lambda o, *rest: o.shape[0], 3),
+    "activation": (probe_ops, "glu_fused", lambda activation, x: x.shape[0], 4),
+    "gate": (probe_ops, "sigmoid_gate", lambda x, gate: x.shape[0], 6),
+    "convolution": (probe_ops, "short_conv", lambda x, *rest: x.shape[0], 7),
+    "KDA update": (kda, "batch_matmul", lambda a, b: a.shape[0] // 3, 8),
+    "attention": (invariant, "batch_matmul", lambda a, b: a.shape[1] // 4, 11),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_an_operation_that_depends_on_the_number_of_rows_is_found(name, monkeypatch):
+    module, attribute, shape_of, index = PLANTED[name]
+    check = every_check(torch.float32)[index]
+    monkeypatch.setattr(module, attribute, by_row_count(getattr(module, attribute), shape_of))
+    # float32 products are padded to 16 rows whatever the count, so there the plant must look at the tile instead.
+    found = violation(check) if index else violation(every_check(torch.bfloat16)[0])
+    assert found is not None and ("differs" in found)
+
+
+@pytest.mark.parametrize("index", [8, 10])
+def test_a_chunk_and_a_state_that_depend_on_company_are_found(index, monkeypatch):
+    """The state of all sequences but the first is off, as if one were read from a neighbour's seat."""
+    name = {8: "kda_recurrent", 10: "kda_chunk"}[index]
+    real = getattr(probe_mixers, name)
+
+    def off(*args, **kwargs):
+        result = real(*args, **kwargs)
+        result.state_SHWK[1:] = result.state_SHWK[:1]
+        return result
+
+    monkeypatch.setattr(probe_mixers, name, off)
+    assert violation(every_check(torch.float32)[index]) is not None
+
+
+def test_a_leak_of_a_neighbours_nan_is_found():
+    def leaks(x_ND):
+        return x_ND + 0 * x_ND.sum(0, keepdim=True)
+
+    rows = torch.randn(3, 8)
+    assert "nan neighbours" in probe.company_violation(leaks, rows, cases=[(5, "random"), (5, "nan")])
+
+
+@pytest.mark.parametrize("offset", [0, 8, 16])
+def test_one_bit_at_one_offset_is_found(offset):
+    def off_by_a_bit(x_ND):
+        out = x_ND.clone()
+        if x_ND.shape[0] == 17:
+            out[offset] = torch.nextafter(out[offset], out[offset] + 1)
+        return out
+
+    found = probe.company_violation(off_by_a_bit, torch.randn(3, 8))
+    assert found == f"row {offset} of 17 differs from the row alone (random neighbours)"
+
+
+def test_bits_are_compared_not_values():
+    zero = torch.zeros(2)
+    assert not probe.same_bits(zero, -zero)
+    assert probe.same_bits(torch.full((2,), float("nan")), torch.full((2,), float("nan")))
+    assert not probe.same_bits(zero, zero.double())
+
+
+def planted(bad, *geometries):
+    """A check whose geometries named in ``bad`` differ."""
+    return probe.OpCheck(
+        name="op", geometries=geometries, find_violation=lambda name: f"{name} differs" if name in bad else None
+    )
+
+
+def test_the_first_geometry_that_holds_is_taken():
+    for bad, expected in ((), "cheap"), (("cheap",), "middle"), (("cheap", "middle"), "dear"):
+        outcome = probe.run_checks([planted(bad, "cheap", "middle", "dear")])
+        assert outcome.geometries == {"op": expected}
+        assert not outcome.lost
+
+
+def test_where_none_holds_the_default_is_kept_and_the_loss_is_told():
+    outcome = probe.run_checks([planted(("cheap", "dear"), "cheap", "dear")])
+    assert outcome.geometries == {"op": "cheap"}
+    assert outcome.lost == {"op": "cheap differs"}
+
+
+def test_a_library_that_depends_on_the_row_count_gets_padded_tiles(monkeypatch):
+    """Below 16 rows other bits: unpadded tiles fail, tiles of exactly 16 rows hold."""
+    real = F.linear
+    monkeypatch.setattr(linear_ops.F, "linear", lambda x, w: real(x, w) * (1.5 if x.shape[0] < 16 else 1))
+    outcome = probe.run_checks([probe_ops.linear_check("linear", (24, 40), torch.bfloat16, CPU)])
+    assert outcome.geometries == {"linear": "exactly 16 rows a call"}
+
+
+def test_a_library_that_looks_at_positions_gets_single_rows(monkeypatch):
+    """The second row of a call differs: no tile of several rows can hold."""
+    real = F.linear
+
+    def by_position(x, w):
+        out = real(x, w).clone()
+        out[1:] *= 1.5
+        return out
+
+    monkeypatch.setattr(linear_ops.F, "linear", by_position)
+    for dtype in (torch.bfloat16, torch.float32):
+        outcome = probe.run_checks([probe_ops.linear_check("linear", (24, 40), dtype, CPU)])
+        assert outcome.geometries == {"linear": "exactly 1 rows a call"}
+
+
+def test_expert_forms_that_disagree_leave_the_loop(monkeypatch):
+    real = probe_ops.routed_experts_batched
+    monkeypatch.setattr(probe_ops, "routed_experts_batched", lambda *args: real(*args) * 1.5)
+    check = every_check(torch.bfloat16)[1]
+    outcome = probe.run_checks([check])
+    assert outcome.geometries == {check.name: "exactly 16 rows a call"}
+
+
+def test_wide_weights_are_cut():
+    assert probe_ops.probed_shape(163_840, 7168) == (probe_ops.PROBE_COLUMNS, 7168)
+    assert probe_ops.probed_shape(96, 8) == (96, 8)
