@@ -20,6 +20,7 @@ FLAGS = {
     "dtype device experts json record",
     "Inspect": "path json",
     "Logits": "model prompt_ids json dtype device experts threads",
+    "Verify": "model drafter prompts max_tokens full inject json threads dtype device experts",
 }
 
 

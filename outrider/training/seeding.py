@@ -125,9 +125,7 @@ def seed_copying(model: "KimiK3ForTraining") -> None:
     embedding[:, layout.token.stop :] = 0.0
     embedding[:, 0] = 1.0
     tokens = torch.zeros(max(LAG_WIDTHS), layout.width)
-    tokens[:, layout.token] = nn.init.orthogonal_(
-        torch.empty(max(LAG_WIDTHS), layout.token.stop - layout.token.start)
-    )
+    tokens[:, layout.token] = nn.init.orthogonal_(torch.empty(max(LAG_WIDTHS), layout.token.stop - layout.token.start))
     for layer, head, lag, look_back in _delay_lines(model):
         where = layout.lag(lag)
         size = where.stop - where.start
