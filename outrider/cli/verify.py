@@ -95,7 +95,6 @@ def _compare_all(opened: _Opened, cells: Sequence[Cell], fault: Fault | None, be
                 differences.extend(compare(prompts, results[-1], plain))
     return Report(
         prompts=prompts,
-        plain=plain,
         results=tuple(results),
         differences=tuple(differences),
         fault=fault,

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from outrider.bench.ledger import environment
 from outrider.cli.arguments import Verify
-from outrider.testing.equivalence import CellResult, Difference, PlainRuns, VerifyPrompt
+from outrider.testing.equivalence import CellResult, Difference, VerifyPrompt
 from outrider.testing.faults import Fault
 from outrider.testing.grid import Cell
 from outrider.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -36,7 +36,6 @@ class Report:
     """Everything that was found."""
 
     prompts: tuple[VerifyPrompt, ...]
-    plain: PlainRuns
     results: tuple[CellResult, ...]
     differences: tuple[Difference, ...]
     fault: Fault | None  # that was planted

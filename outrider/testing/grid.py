@@ -7,7 +7,17 @@ from dataclasses import dataclass
 from outrider.engine.build import EngineLimits
 from outrider.request import SamplingParams
 
-__all__ = ["CONCURRENCIES", "GREEDY", "SPLITS", "Cell", "Decoding", "PrefillSplit", "default_grid", "full_grid"]
+__all__ = [
+    "CONCURRENCIES",
+    "DECODINGS",
+    "GREEDY",
+    "SPLITS",
+    "Cell",
+    "Decoding",
+    "PrefillSplit",
+    "default_grid",
+    "full_grid",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +72,7 @@ class Cell:
 
 
 GREEDY = Decoding()
+DECODINGS = (GREEDY,)  # what the command runs; each further one adds its plain runs and cells
 CONCURRENCIES = (1, 2, 4, 8)
 SPLITS = (
     PrefillSplit(name="whole prompts", prefill_chunks=None, step_chunks=None, page_size=64),
@@ -70,7 +81,7 @@ SPLITS = (
 )
 
 
-def default_grid(num_block_drafts: int, decodings: Sequence[Decoding] = (GREEDY,)) -> tuple[Cell, ...]:
+def default_grid(num_block_drafts: int, decodings: Sequence[Decoding] = DECODINGS) -> tuple[Cell, ...]:
     """A selection that meets every value, made to end soon.
 
     The first way of decoding gets every draft length once and the whole block at every concurrency, with
@@ -94,7 +105,7 @@ def default_grid(num_block_drafts: int, decodings: Sequence[Decoding] = (GREEDY,
     return cells
 
 
-def full_grid(num_block_drafts: int, decodings: Sequence[Decoding] = (GREEDY,)) -> tuple[Cell, ...]:
+def full_grid(num_block_drafts: int, decodings: Sequence[Decoding] = DECODINGS) -> tuple[Cell, ...]:
     """Every combination; arguments as in ``default_grid``."""
     chosen = list(itertools.product(range(num_block_drafts + 1), CONCURRENCIES, SPLITS))
     return tuple(cell for decoding in decodings for cell in _cells(chosen, decoding))
