@@ -10,13 +10,14 @@ from collections.abc import Sequence
 
 import tyro
 
-from outrider.cli.arguments import Bench, BenchAb, BenchNumerics, Command, Demo, Generate, Inspect, Logits
+from outrider.cli.arguments import Bench, BenchAb, BenchNumerics, Command, Demo, Generate, Inspect, Logits, Verify
 from outrider.cli.bench import run_bench_ab
 from outrider.cli.bench_numerics import run_bench_numerics
 from outrider.cli.demo import run_demo
 from outrider.cli.generate import run_generate
 from outrider.cli.inspect import run_inspect
 from outrider.cli.logits import run_logits
+from outrider.cli.verify import run_verify
 from outrider.errors import UserError
 
 __all__ = ["main"]
@@ -77,5 +78,7 @@ def _run(command: object) -> int:
             return run_inspect(command)
         case Logits():
             return run_logits(command)
+        case Verify():
+            return run_verify(command)
         case _:
             raise AssertionError(f"command {type(command).__name__} has no function")

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-__all__ = ["Bench", "BenchAb", "BenchNumerics", "Command", "Demo", "Generate", "Inspect", "Logits"]
+__all__ = ["Bench", "BenchAb", "BenchNumerics", "Command", "Demo", "Generate", "Inspect", "Logits", "Verify"]
 
 
 def _comma_separated(kind: type[int] | type[str], metavar: str) -> PrimitiveConstructorSpec[tuple[int | str, ...]]:
@@ -250,6 +250,34 @@ class Logits:
     """CPU threads; 0 = PyTorch's default."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """Check that speculation changes no token: every prompt, with and without drafts, over a grid of settings."""
+
+    model: Model
+    """Target checkpoint directory, or its name under models/."""
+    drafter: str
+    """Drafter checkpoint directory, or its name under models/."""
+    prompts: str = ""
+    """JSONL file with question_id, category, sub_category and turns; none = the shipped prompts."""
+    max_tokens: int = 32
+    """Tokens per answer at most."""
+    full: bool = False
+    """Every combination of the grid instead of a selection that covers each value."""
+    inject: str = ""
+    """Plant a known fault, which must then be found: any other name lists them."""
+    json: str = ""
+    """File for the results."""
+    threads: int = 1
+    """CPU threads; 0 = PyTorch's default."""
+    dtype: Dtype = "auto"
+    """Number format of the models; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    experts: Experts = "unpacked"
+    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+
+
 subcommand = tyro.conf.subcommand
 Command = (
     Annotated[Generate, subcommand("generate")]
@@ -257,4 +285,5 @@ Command = (
     | Annotated[Inspect, subcommand("inspect")]
     | Annotated[Logits, subcommand("logits")]
     | Annotated[tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Bench]], subcommand("bench")]
+    | Annotated[Verify, subcommand("verify")]
 )

@@ -102,8 +102,13 @@ def _one_chunk(
     from_state_BC2W = batch_matmul(decayed_BC2K, state_BWK.transpose(1, 2)).view(-1, chunk_size, 2, value_width)
     # (I + beta L) U = beta (V - decayed K S): forward substitution keeps the small terms small, while
     # the powers of L that a doubling scheme forms grow binomially when keys repeat.
+    # The solver's bits depend on how its operands lie in memory (measured in float32), and one sequence
+    # gives views where several give copies.
     u_BCW = torch.linalg.solve_triangular(
-        beta_BC1 * within_BCC, beta_BC1 * (v_BCW - from_state_BC2W[:, :, 0]), upper=False, unitriangular=True
+        (beta_BC1 * within_BCC).contiguous(),
+        (beta_BC1 * (v_BCW - from_state_BC2W[:, :, 0])).contiguous(),
+        upper=False,
+        unitriangular=True,
     )
     out_BCW = (from_state_BC2W[:, :, 1] + batch_matmul(read_BCC, u_BCW)) * key_width**-0.5
     to_end_BCK = exp(cumulative_BCK[:, -1:] - cumulative_BCK) * k_BCK

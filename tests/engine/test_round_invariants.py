@@ -22,6 +22,7 @@ from outrider.speculative.drafter import Anchors
 from outrider.testing.scripted import Script, ScriptedDrafter, oracle, random_drafts
 from outrider.testing.toy import ToyOptions, write_toy_checkpoint
 
+pytestmark = pytest.mark.gates
 CPU = torch.device("cpu")
 PAGE, MAX_LEN, SEQS, DRAFTS = 8, 104, 3, 5
 

@@ -19,6 +19,7 @@ from outrider.request import Request, SamplingParams
 from outrider.testing.scripted import Script, ScriptedDrafter, garbage, oracle, random_drafts, wrong_at
 from outrider.testing.toy import ToyOptions, deep_toy, write_toy_checkpoint
 
+pytestmark = pytest.mark.gates
 CPU = torch.device("cpu")
 MAX_LEN, PAGE, POISON = 200, 8, 7  # POISON: a token id whose embedding is NaN
 

@@ -179,6 +179,18 @@ def test_a_prompt_in_chunks_has_the_same_bits_alone_and_among_others(heads, key,
         assert torch.equal(alone.state_SHWK, whole.state_SHWK[s : s + 1])
 
 
+@pytest.mark.parametrize("lengths", [(5, 18), (5, 5), (16, 7)])
+def test_a_prompt_within_one_chunk_has_the_same_bits_alone_and_among_others(lengths, dtype):
+    """Alone, every operand is a view with strides of its own; the triangular solver is sensitive to that."""
+    for heads in (2, 4):
+        args = make(lengths, heads, 16, 16, dtype)
+        whole = kda_chunk(*args, spans_from_lengths(lengths), chunk_size=16)
+        part = rows_of(args, slice(0, lengths[0]), slice(0, 1))
+        alone = kda_chunk(*part, spans_from_lengths(lengths[:1]), chunk_size=16)
+        assert torch.equal(alone.out_THW, whole.out_THW[: lengths[0]])
+        assert torch.equal(alone.state_SHWK, whole.state_SHWK[:1])
+
+
 def test_cuts_at_multiples_of_the_chunk_do_not_change_bits(dtype):
     args = make((75,), 2, 32, 32, dtype)
     whole = kda_chunk(*args, spans_from_lengths((75,)), chunk_size=16)

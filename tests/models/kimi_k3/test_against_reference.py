@@ -7,6 +7,7 @@ from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.kimi_k3.step import StepIndex
 from outrider.testing.driver import Driver, Span
 
+pytestmark = pytest.mark.gates
 VARIANTS = (
     "k3",
     "deep",

@@ -5,6 +5,7 @@ import torch
 
 from outrider.testing.driver import Driver, Span
 
+pytestmark = pytest.mark.gates
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 

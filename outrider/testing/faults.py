@@ -1,0 +1,184 @@
+"""Known faults, planted on purpose: what finds differences must find these, or it proves nothing.
+
+A fault replaces one function of the engine by a wrong one while ``planted`` is open. It is the kind of
+mistake that engines really shipped: no effect on one request alone without drafts, wrong text as soon as
+drafts are rejected or requests share a step. Production code knows nothing of this module.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import outrider.engine.round
+from outrider.batch import ForwardBatch, TargetOutput
+from outrider.cache.cache_set import CacheSet
+from outrider.cache.recurrent import RecurrentCache
+from outrider.engine.batching import PageTable, StepDrafts, StepSpans
+from outrider.errors import ConfigError
+from outrider.ops.conv import shift_window
+from outrider.speculative.drafter import DSparkDrafter, ObservedSpans
+
+__all__ = ["FAULTS", "Fault", "find_fault", "planted"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One mistake and how to make it."""
+
+    name: str
+    summary: str
+    changes_output: bool  # False: the control, which costs acceptance but may not change a token
+    plant: Callable[[], AbstractContextManager[None]]
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
+    """``owner.name`` replaced by ``make(original)`` inside the ``with`` body."""
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _commit_off_by_one() -> AbstractContextManager[None]:
+    """One rejected row is folded into the recurrent state; a span of the anchor alone has none."""
+
+    def make(commit: Callable[..., None]) -> Callable[..., None]:
+        def wrong(self: CacheSet, batch: ForwardBatch, num_committed_S: torch.Tensor) -> None:
+            lengths_S = num_committed_S.new_tensor(batch.step.lengths)
+            commit(self, batch, torch.minimum(num_committed_S + 1, lengths_S))
+
+        return wrong
+
+    return _replaced(CacheSet, "commit", make)
+
+
+def _conv_not_rolled_back() -> AbstractContextManager[None]:
+    """The state is right, but the conv window ends with the last row of the span, accepted or not."""
+
+    def make(commit: Callable[..., None]) -> Callable[..., None]:
+        def wrong(self: RecurrentCache, batch: ForwardBatch, num_committed_S: torch.Tensor) -> None:
+            step = batch.step
+            before_LSWD = self._window_LBWD.index_select(1, step.state_slots_S)
+            commit(self, batch, num_committed_S)
+            if step.lengths:
+                inputs_LSMD = self._inputs_LTD[:, step.padded_rows_SM]
+                lengths_S = num_committed_S.new_tensor(step.lengths)
+                after_LSWD = shift_window(before_LSWD, inputs_LSMD, lengths_S)
+                self._window_LBWD.index_copy_(1, step.state_slots_S, after_LSWD)
+
+        return wrong
+
+    return _replaced(RecurrentCache, "commit", make)
+
+
+def _stale_page() -> AbstractContextManager[None]:
+    """A seat keeps the pages of its first owner, whoever sits there later."""
+
+    def make(assign: Callable[..., None]) -> Callable[..., None]:
+        taken: set[tuple[int, int]] = set()
+        tables: list[PageTable] = []  # kept alive, so that no id is used twice
+
+        def wrong(self: PageTable, slot: int, page_ids: tuple[int, ...]) -> None:
+            if (id(self), slot) not in taken:
+                taken.add((id(self), slot))
+                tables.append(self)
+                assign(self, slot, page_ids)
+
+        return wrong
+
+    return _replaced(PageTable, "assign", make)
+
+
+def _neighbour_row() -> AbstractContextManager[None]:
+    """The last row of a span, which gives the bonus token, is read one row too far: the neighbour's first."""
+
+    def make(build_batch: Callable[..., ForwardBatch]) -> Callable[..., ForwardBatch]:
+        def wrong(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> ForwardBatch:
+            batch = build_batch(spans, drafts, page_table)
+            rows_N = batch.logits_rows_N.clone()
+            ends_S = torch.tensor(batch.step.lengths, dtype=torch.int64, device=rows_N.device).cumsum(0) - 1
+            rows_N[ends_S[:-1]] = ends_S[:-1] + 1  # decode spans come first and want all their rows
+            return replace(batch, logits_rows_N=rows_N)
+
+        return wrong
+
+    return _replaced(outrider.engine.round, "build_batch", make)
+
+
+def _shifted_tap() -> AbstractContextManager[None]:
+    """The drafter takes in each row's tap one position late: it drafts worse, and that is all."""
+
+    def make(observe: Callable[..., None]) -> Callable[..., None]:
+        def wrong(self: DSparkDrafter, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
+            if output.aux_hidden_TAD is not None:
+                output = replace(output, aux_hidden_TAD=output.aux_hidden_TAD.roll(1, dims=0))
+            observe(self, batch, output, spans)
+
+        return wrong
+
+    return _replaced(DSparkDrafter, "observe", make)
+
+
+def _by_name(*faults: Fault) -> Mapping[str, Fault]:
+    return {fault.name: fault for fault in faults}
+
+
+FAULTS: Mapping[str, Fault] = _by_name(
+    Fault(
+        name="commit-off-by-one",
+        summary="one rejected row is folded into the recurrent state",
+        changes_output=True,
+        plant=_commit_off_by_one,
+    ),
+    Fault(
+        name="conv-not-rolled-back",
+        summary="rejected rows stay in the window of the short conv",
+        changes_output=True,
+        plant=_conv_not_rolled_back,
+    ),
+    Fault(
+        name="stale-page",
+        summary="a seat keeps the page table of its first owner",
+        changes_output=True,
+        plant=_stale_page,
+    ),
+    Fault(
+        name="neighbour-row",
+        summary="the bonus token is read from the next sequence's row",
+        changes_output=True,
+        plant=_neighbour_row,
+    ),
+    Fault(
+        name="shifted-tap",
+        summary="control: the drafter's taps are one position late, so it drafts worse",
+        changes_output=False,
+        plant=_shifted_tap,
+    ),
+)
+
+
+def find_fault(name: str) -> Fault:
+    """The fault of that name.
+
+    Raises:
+        ConfigError: there is none; the message lists those there are.
+    """
+    if name not in FAULTS:
+        raise ConfigError(f"fault {name!r} is unknown; known are {', '.join(FAULTS)}")
+    return FAULTS[name]
+
+
+@contextmanager
+def planted(fault: Fault | None) -> Iterator[None]:
+    """The engine with ``fault`` in it, for every engine of the process; None plants nothing."""
+    if fault is None:
+        yield
+        return
+    with fault.plant():
+        yield

@@ -1,0 +1,100 @@
+"""`outrider verify` on a toy pair: it passes what is right, finds every planted fault, and says what it saw."""
+
+import base64
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.cli import main
+from outrider.testing.faults import FAULTS
+from outrider.testing.grid import default_grid
+from outrider.testing.toy import ToyOptions, write_toy_checkpoint
+from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
+
+NUM_PROMPTS, MAX_TOKENS, BLOCK = 4, 4, 2
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The command on a pair with a byte tokenizer and a file of prompts of very different lengths."""
+    folder = tmp_path_factory.mktemp("pair")
+    options = ToyOptions(num_layers=3, mla_layers=(1, 2), attn_res_block_size=2, vocab_size=600, num_experts=4)
+    target = write_toy_checkpoint(folder / "target", options)
+    drafter = ToyDrafterOptions(
+        hidden_size=64, num_layers=1, num_target_layers=3, aux_layer_ids=(0, 1), vocab_size=600, block_rows=BLOCK
+    )
+    write_toy_drafter(folder / "drafter", drafter, dtype=torch.bfloat16)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"eos_token_id": 511}))
+    ranks = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
+    (target / "tiktoken.model").write_bytes(b"".join(ranks))
+    names = ("[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>")
+    named = {str(256 + index): {"content": name, "special": True} for index, name in enumerate(names)}
+    (target / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": named}))
+    texts = [f"question {index} " * (1 + 3 * index) for index in range(NUM_PROMPTS)]
+    rows = [{"question_id": f"q{i}", "category": "a", "sub_category": "s", "turns": [t]} for i, t in enumerate(texts)]
+    (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = f"verify {target} --drafter {folder / 'drafter'} --prompts {folder / 'prompts.jsonl'}"
+    return [*command.split(), "--max-tokens", str(MAX_TOKENS)]
+
+
+def test_a_sound_engine_is_identical(line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main([*line, "--json", str(out)]) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    written = json.loads(out.read_text())
+    assert last.startswith(f"identical: {NUM_PROMPTS} prompts in {len(default_grid(BLOCK))} cells")
+    assert written["identical"] is True
+    assert (written["differences"], written["injected"]) == ([], None)
+    assert written["prompts"] == [f"q{index}" for index in range(NUM_PROMPTS)]
+    assert written["num_tokens"] > len(written["cells"]) * NUM_PROMPTS
+    assert [cell["num_drafts"] for cell in written["cells"]] == [cell.num_drafts for cell in default_grid(BLOCK)]
+    for cell in written["cells"]:
+        assert (cell["num_drafted"] > 0) == (cell["num_drafts"] > 0)
+        assert (cell["num_differing"], cell["fault"]) == (0, None)
+    assert any(cell["num_steps"] > cell["num_rounds"] for cell in written["cells"]), "no round was split"
+
+
+@pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.changes_output])
+def test_every_planted_fault_is_found(line: list[str], name: str, tmp_path: Path, capsys) -> None:
+    out = tmp_path / "out.json"
+    assert main([*line, "--json", str(out), "--inject", name]) == 1
+    printed, written = capsys.readouterr().out, json.loads(out.read_text())
+    assert "First difference of each prompt" in printed
+    assert f"planted {name}" in printed and "was found, as it must" in printed
+    assert written["identical"] is False
+    assert written["injected"]["name"] == name
+    for found in written["differences"]:
+        assert found["prompt"] in written["prompts"]
+        assert 0 <= found["position"] <= MAX_TOKENS
+        assert found["plain_token"] != found["token"]
+        assert found["margin"] is None or found["margin"] >= 0
+    margins = [found["margin"] for found in written["differences"] if found["position"] < MAX_TOKENS]
+    assert margins and None not in margins
+
+
+def test_the_control_changes_no_output(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*line, "--inject", "shifted-tap"]) == 0
+    printed = capsys.readouterr().out
+    assert "planted shifted-tap" in printed and "changed no output, as it must" in printed
+    assert "without the fault" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--inject typo", "fault 'typo' is unknown; known are commit-off-by-one, conv-not-rolled-back, stale-page"),
+        ("--max-tokens 0", "max_tokens=0"),
+        ("--max-tokens 1000000", "none of the 4 prompts"),
+        ("--prompts absent.jsonl", "absent.jsonl"),
+        ("--drafter absent", "no checkpoint 'absent'"),
+        ("--threads -1", "--threads -1"),
+    ],
+)
+def test_usage_errors_are_one_line_and_status_2(line: list[str], flags: str, words: str, capsys) -> None:
+    assert main([*line, *flags.split()]) == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert words in printed.err.strip().splitlines()[-1]
