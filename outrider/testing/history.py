@@ -186,6 +186,7 @@ class History:
         self.finished: dict[str, FinishReason] = {}
         self.seen: Counter[str] = Counter()
         self._forced: set[str] = set()  # preempted since the last round
+        self._broken = False  # a round did not come to its end
 
     @property
     def unfinished(self) -> list[str]:
@@ -206,6 +207,7 @@ class History:
         if not self.engine.has_work:
             assert self.engine.step() == []
             return
+        self._broken = True
         self.scheduler.shuffle_seats(self._dice)
         self.drafter.accept_counts, self.drafter.poisoned, self.drafter.fault_in = accept_counts, poisoned, fault_in
         updates = self.engine.step()
@@ -217,6 +219,7 @@ class History:
         if not failed:
             self._check_copies()
         self._check_device()
+        self._broken = False
 
     def abort(self, name: str) -> None:
         """Give an unfinished request up."""
@@ -236,7 +239,12 @@ class History:
         self._forced.add(name)
 
     def finish(self, *, abort: bool) -> None:
-        """Abort what is left, or run it dry with all drafts right; then nothing may be held anywhere."""
+        """Abort what is left, or run it dry with all drafts right; then nothing may be held anywhere.
+
+        Does nothing after a round that failed, so as not to hide its failure behind another.
+        """
+        if self._broken:
+            return
         limits = self.limits
         for name in self.unfinished if abort else ():
             self.abort(name)
