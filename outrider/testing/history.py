@@ -301,16 +301,17 @@ class History:
             expected, reason = self.toy.solo(request.prompt_token_ids).expected(
                 request.sampling, self.toy.max_model_len
             )
+            differs = f"{name}: the stream {self.emitted[name]} differs from the solo run, {expected}"
             if update.finish_reason is None:
-                assert self.emitted[name] == expected[: len(self.emitted[name])], name
+                assert self.emitted[name] == expected[: len(self.emitted[name])], differs
                 continue
             self.finished[name] = update.finish_reason
             assert update.usage is not None
             assert update.usage.num_output_tokens == len(self.emitted[name])
             if update.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-                assert self.emitted[name] == expected[: len(self.emitted[name])], name
+                assert self.emitted[name] == expected[: len(self.emitted[name])], differs
             else:
-                assert (self.emitted[name], update.finish_reason) == (expected, reason), name
+                assert (self.emitted[name], update.finish_reason) == (expected, reason), differs
 
     def _check_device(self) -> None:
         """The caches and the drafter hold what the solo run had at the same length."""

@@ -112,7 +112,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 
 counts = st.lists(st.integers(REAL, DRAFTS), min_size=1, max_size=3).map(tuple)
-accepts = st.lists(counts, min_size=1, max_size=3)
+accepts = st.lists(counts, min_size=1, max_size=2)
 VERBS = ("propose", "observe", "reset", "snapshot", "restore")
 fault = st.sampled_from([None] * 3 * len(VERBS) + list(VERBS))
 
@@ -134,7 +134,7 @@ class EngineHistory(RuleBasedStateMachine):
         num_drafts=st.sampled_from([DRAFTS, DRAFTS, DRAFTS, 2, 0]),
         oversubscribe=st.booleans(),
         asked=st.lists(st.integers(0, len(PROMPT_LENGTHS) - 1), min_size=1, max_size=3),
-        abort_rest=st.sampled_from([True, True, False]),
+        abort_rest=st.sampled_from([True, True, True, False]),
     )
     def start(
         self,
