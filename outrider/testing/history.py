@@ -186,6 +186,7 @@ class History:
         self.finished: dict[str, FinishReason] = {}
         self.seen: Counter[str] = Counter()
         self._forced: set[str] = set()  # preempted since the last round
+        self._broken = False  # a round did not come to its end
 
     @property
     def unfinished(self) -> list[str]:
@@ -206,6 +207,7 @@ class History:
         if not self.engine.has_work:
             assert self.engine.step() == []
             return
+        self._broken = True
         self.scheduler.shuffle_seats(self._dice)
         self.drafter.accept_counts, self.drafter.poisoned, self.drafter.fault_in = accept_counts, poisoned, fault_in
         updates = self.engine.step()
@@ -217,6 +219,7 @@ class History:
         if not failed:
             self._check_copies()
         self._check_device()
+        self._broken = False
 
     def abort(self, name: str) -> None:
         """Give an unfinished request up."""
@@ -236,7 +239,12 @@ class History:
         self._forced.add(name)
 
     def finish(self, *, abort: bool) -> None:
-        """Abort what is left, or run it dry with all drafts right; then nothing may be held anywhere."""
+        """Abort what is left, or run it dry with all drafts right; then nothing may be held anywhere.
+
+        Does nothing after a round that failed, so as not to hide its failure behind another.
+        """
+        if self._broken:
+            return
         limits = self.limits
         for name in self.unfinished if abort else ():
             self.abort(name)
@@ -293,16 +301,17 @@ class History:
             expected, reason = self.toy.solo(request.prompt_token_ids).expected(
                 request.sampling, self.toy.max_model_len
             )
+            differs = f"{name}: the stream {self.emitted[name]} differs from the solo run, {expected}"
             if update.finish_reason is None:
-                assert self.emitted[name] == expected[: len(self.emitted[name])], name
+                assert self.emitted[name] == expected[: len(self.emitted[name])], differs
                 continue
             self.finished[name] = update.finish_reason
             assert update.usage is not None
             assert update.usage.num_output_tokens == len(self.emitted[name])
             if update.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-                assert self.emitted[name] == expected[: len(self.emitted[name])], name
+                assert self.emitted[name] == expected[: len(self.emitted[name])], differs
             else:
-                assert (self.emitted[name], update.finish_reason) == (expected, reason), name
+                assert (self.emitted[name], update.finish_reason) == (expected, reason), differs
 
     def _check_device(self) -> None:
         """The caches and the drafter hold what the solo run had at the same length."""

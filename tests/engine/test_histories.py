@@ -112,7 +112,7 @@ def deep(tmp_path_factory: pytest.TempPathFactory) -> Toy:
 
 
 counts = st.lists(st.integers(REAL, DRAFTS), min_size=1, max_size=3).map(tuple)
-accepts = st.lists(counts, min_size=1, max_size=3)
+accepts = st.lists(counts, min_size=1, max_size=2)
 VERBS = ("propose", "observe", "reset", "snapshot", "restore")
 fault = st.sampled_from([None] * 3 * len(VERBS) + list(VERBS))
 
@@ -134,7 +134,7 @@ class EngineHistory(RuleBasedStateMachine):
         num_drafts=st.sampled_from([DRAFTS, DRAFTS, DRAFTS, 2, 0]),
         oversubscribe=st.booleans(),
         asked=st.lists(st.integers(0, len(PROMPT_LENGTHS) - 1), min_size=1, max_size=3),
-        abort_rest=st.sampled_from([True, True, False]),
+        abort_rest=st.sampled_from([True, True, True, False]),
     )
     def start(
         self,
@@ -160,7 +160,7 @@ class EngineHistory(RuleBasedStateMachine):
         )
         self.history, self.abort_rest = History(self.toy, limits, seed), abort_rest
         for prompt in asked:
-            self.submit(prompt, 12, None, True)
+            self.submit(prompt, 11, None, True)
 
     @rule(
         prompt=st.integers(0, len(PROMPT_LENGTHS) - 1),
@@ -352,9 +352,9 @@ FAULTS = {
     commit_the_count_of_the_neighbour: "KDA state|conv window",
     accept_one_draft_less: "rows of . committed, not",
     forget_the_drafter_state_on_preemption: "drafter",
-    forget_the_conv_window_on_preemption: "conv window",
-    restore_latents_in_reverse: "latents",
-    leave_the_last_page_stale: "latents|not finite",
+    forget_the_conv_window_on_preemption: "differs from the solo run|committed, not",
+    restore_latents_in_reverse: "differs from the solo run",
+    leave_the_last_page_stale: "differs from the solo run|not finite",
 }
 
 
