@@ -69,6 +69,7 @@ def test_generate_gives_the_same_ids_at_every_draft_length(pair, capsys: pytest.
 def test_one_seed_gives_one_text_at_every_draft_length(pair, capsys: pytest.CaptureFixture[str]) -> None:
     target, drafter = pair
     line = ["generate", target, "--prompt-ids", PROMPT, "--max-tokens", "9", "--json", "--temperature", "0.9"]
+    line += ["--dtype", "float64"]
     line += "--top-p 0.95 --top-k 60 --min-p 0.001 --repetition-penalty 1.1 --presence-penalty 0.2".split()
     line += "--frequency-penalty 0.1 --logit-bias 5:-100,9:1.5 --min-tokens 2 --ignore-eos --n 2 --logprobs 2".split()
     plain = json_of(capsys, *line, "--seed", "7")

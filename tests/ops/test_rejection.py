@@ -187,19 +187,25 @@ def accept_by_p_alone(target: torch.Tensor, draft: torch.Tensor, *rest: torch.Te
     )
 
 
-def block_without_the_cap(target: torch.Tensor, draft: torch.Tensor, *rest: torch.Tensor) -> Verdict:
-    """Block acceptance with the residual of the token-wise rule."""
-    verdict = accept_block(target, draft, *rest)
-    rows, accepted = torch.arange(ROUNDS), verdict.num_accepted_C
+def block_by_prefix_alone(
+    target: torch.Tensor, draft: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor, coins_CG: torch.Tensor
+) -> Verdict:
+    """Takes the bar of the whole block, ``P_i``, for every prefix: what remains to be drawn is not weighed."""
+    accepted = torch.zeros_like(lengths)
+    for length in range(1, DRAFTS + 1):  # a block of this length has P as its last bar
+        stands = accept_block(target, draft, ids, lengths.clamp_max(length), coins_CG).num_accepted_C == length
+        accepted = torch.where(stands, length, accepted)
+    rows = torch.arange(ROUNDS)
     residual = (target[rows, accepted] - draft[rows, accepted.clamp_max(DRAFTS - 1)]).clamp_min(0)
-    return replace(verdict, final_CV=torch.where((accepted < DRAFTS)[:, None], residual, verdict.final_CV))
+    final = torch.where((accepted < DRAFTS)[:, None], residual, target[rows, accepted])
+    return Verdict(num_accepted_C=accepted, final_CV=final)
 
 
 WRONG = {
     "no residual": (no_residual, DRAFTS),
     "bonus token from a residual": (residual_for_the_bonus, DRAFTS - 1),
     "p without q": (accept_by_p_alone, DRAFTS),
-    "token-wise residual in a block": (block_without_the_cap, DRAFTS),
+    "block by the prefix alone": (block_by_prefix_alone, DRAFTS),
 }
 
 
