@@ -57,6 +57,7 @@ def run_bench_ab(command: BenchAb) -> int:
         "environment": environment(),
         "settings": row_settings,
         "prompts_sha256": prompt_set.sha256,
+        "numerics": {name: llm.numerics.summary() for name, llm in arms.items()},
         "cells": cells_to_json(cells),
     }
     if output is not None:

@@ -33,7 +33,7 @@ def run_bench_numerics(command: BenchNumerics) -> int:
     set_threads(command.threads)
     path, device = resolve_checkpoint(command.model), resolve_device(command.device)
     targets = {mode: _load(command, path, mode, device) for mode in MODES}
-    engines = {mode: _engine(command, path, target, device) for mode, target in targets.items()}
+    engines: dict[str, Engine] = {mode: _engine(command, path, target, device) for mode, target in targets.items()}
     vocab_size = targets["exact"].vocab_size
     cells = [
         compare_steps(engines, num_rows=rows, context=command.context, repeats=command.repeats, vocab_size=vocab_size)

@@ -218,7 +218,9 @@ def test_bench_clips_the_number_of_prompts_to_what_a_tier_has(talking_pair, tmp_
     line = f"bench ab {target} --drafter {drafter} --prompts {prompts} --json {out} --max-tokens 6".split()
     line += ["--concurrency", "1"]
     assert main([*line, "--tiers", "a,b", "--num-prompts", "3"]) == 0
-    cells = json.loads(out.read_text())["cells"]
+    written = json.loads(out.read_text())
+    assert all(said.startswith("numerics exact, ") for said in written["numerics"].values())
+    cells = written["cells"]
     assert [(cell["tier"], cell["num_prompts"]) for cell in cells] == [("a", 3), ("b", 1)]
     assert [r.getMessage() for r in caplog.records if "fewer than" in r.getMessage()] == [
         "b: 1 usable prompts, fewer than the 3 asked for"

@@ -190,6 +190,23 @@ def test_a_loaded_model_reports_its_probe(tmp_path, dtype) -> None:
     assert fast.linear is PLAIN_KERNELS.linear and not fast.numerics.promises_identity
 
 
+@pytest.mark.parametrize("experts", ["unpacked", "packed"])
+def test_fast_is_the_same_mathematics(tmp_path, experts) -> None:
+    """Prompt, single steps and ragged verify spans, in float64, up to its rounding."""
+    directory = write_toy_checkpoint(tmp_path / "toy", TOY)
+    outputs = []
+    for mode in ("exact", "fast"):
+        choice = NumericsChoice(mode=mode, probe="skip")
+        driver = Driver(model=load_target(directory, dtype=torch.float64, experts=experts, numerics=choice))
+        first = driver.forward([Span(slot=0, token_ids=tuple(range(19)), is_prompt=True)])
+        driver.forward([Span(slot=2, token_ids=(5, 4, 3), is_prompt=True)])
+        spans = [Span(slot=0, token_ids=(7, 8), is_prompt=False), Span(slot=2, token_ids=(1,) * 20, is_prompt=False)]
+        outputs.append(torch.cat([first.logits_NV, driver.forward(spans).logits_NV]))
+    exact, fast = outputs
+    assert not torch.equal(exact, fast), "fast runs the exact kernels"
+    assert (exact - fast).abs().max() <= 1e-11 * exact.abs().max()
+
+
 def test_a_model_on_a_library_with_row_dependent_kernels_keeps_its_bits(tmp_path, monkeypatch) -> None:
     """The library gives other bits below 16 rows: the model must take padded tiles and stay row-invariant."""
     real = F.linear

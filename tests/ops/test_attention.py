@@ -54,16 +54,17 @@ class Case:
         return torch.cat([torch.arange(starts[s], starts[s + 1]) for s in chosen])
 
     def run(self, function, chosen, extra_context=0):
-        weight = self.weights if function is attention.mla_absorbed else self.kv_b
+        weight = self.weights if function in ABSORBED else self.kv_b
         rows = self.rows(chosen)
         spans = self.spans(chosen, extra_context)
         return function(self.q_nope[rows], self.q_rope[rows], weight, self.cache, spans, scale=SCALE)
 
 
 FORMS = [attention.mla_absorbed, attention.mla_expanded]
+ABSORBED = (attention.mla_absorbed, attention.mla_absorbed_plain)
 
 
-@pytest.mark.parametrize("function", FORMS)
+@pytest.mark.parametrize("function", [*FORMS, attention.mla_absorbed_plain])
 def test_matches_plain_softmax_attention(function, dtype, assert_close):
     case = Case((1, 64, 65, 150, 17), (1, 3, 8, 2, 16), dtype)
     got, expected = (case.run(f, range(5)) for f in (function, attention.mla_reference))
