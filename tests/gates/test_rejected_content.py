@@ -44,8 +44,11 @@ def poisoned(table_VD: torch.Tensor, token_id: int) -> Iterator[None]:
     kept_D = table_VD[token_id].detach().clone()
     with torch.no_grad():
         table_VD[token_id] = torch.nan
+    try:
         yield
-        table_VD[token_id] = kept_D
+    finally:
+        with torch.no_grad():
+            table_VD[token_id] = kept_D
 
 
 @pytest.mark.parametrize("num_right", [0, 2])
