@@ -15,6 +15,7 @@ __all__ = [
     "LinearFunction",
     "LinearTable",
     "RowTiles",
+    "cancelling_operands",
     "embedding",
     "linear",
     "linear_in_tiles",
@@ -42,6 +43,9 @@ class RowTiles:
 
 # bfloat16 products kept their bits for 1..32 rows at every size tried; from 64 rows on some changed.
 BF16_TILES = RowTiles(num_rows=32, padded=False)
+# torch 2.13 on x86 leaves bfloat16 products of at most so many multiplications (rows * inputs * outputs) to a
+# kernel that sums in another order; rounding to bfloat16 hides that in all but a few elements of ten thousand.
+SMALL_PRODUCT = 16**3
 # float32 and float64 products take other kernels below 16 rows and 4 rows.
 PADDED_TILES = RowTiles(num_rows=ROW_TILE, padded=True)
 # What may hold where those do not, ascending in cost; one row a call cannot depend on a row count.
@@ -80,18 +84,26 @@ def linear_in_tiles(x: torch.Tensor, weight_OI: torch.Tensor, tiles: RowTiles) -
     """``x @ weight^T`` with a chosen cut into calls; arguments as for ``linear``."""
     # A column slice of one row counts as contiguous, that of several does not: all get one layout.
     x = x.contiguous()
-    if not tiles.padded and x.numel() <= tiles.num_rows * x.shape[-1]:
+    least_rows = tiles.num_rows if tiles.padded else _least_rows(weight_OI, tiles)
+    if not tiles.padded and least_rows * x.shape[-1] <= x.numel() <= tiles.num_rows * x.shape[-1]:
         return F.linear(x, weight_OI)
     flat_TI = x.view(-1, x.shape[-1])
     num_rows = flat_TI.shape[0]
     if num_rows == 0:
         return x.new_zeros(*x.shape[:-1], weight_OI.shape[0])
-    missing = -num_rows % tiles.num_rows if tiles.padded else 0
+    missing = max(least_rows - ((num_rows - 1) % tiles.num_rows + 1), 0)  # in the last call
     if missing:
         flat_TI = F.pad(flat_TI, (0, 0, 0, missing))
     outputs = [F.linear(tile_TI, weight_OI) for tile_TI in torch.split(flat_TI, tiles.num_rows)]
     out_TO = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return out_TO[:num_rows].view(*x.shape[:-1], weight_OI.shape[0])
+
+
+def _least_rows(weight_OI: torch.Tensor, tiles: RowTiles) -> int:
+    """Rows from which the library multiplies with the kernel that it uses for a whole tile."""
+    if weight_OI.dtype != torch.bfloat16:
+        return 1
+    return min(SMALL_PRODUCT // max(weight_OI.numel(), 1) + 1, tiles.num_rows)
 
 
 def linear_plain(x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
@@ -115,6 +127,20 @@ class LinearTable:
         """Arguments and result as for ``linear``."""
         tiles = self.tiles.get((weight_OI.shape[0], weight_OI.shape[1])) if weight_OI.dtype == self.dtype else None
         return linear(x, weight_OI) if tiles is None else linear_in_tiles(x, weight_OI, tiles)
+
+
+def cancelling_operands(weight_OI: torch.Tensor, x_TI: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Operands whose products nearly cancel, so that another order of summing shows after rounding.
+
+    The inner dim repeats its first half: in the weight as it is, in the rows negated and moved by up to a
+    few parts in a hundred.
+    """
+    half = x_TI.shape[1] // 2
+    weight_OI, x_TI = weight_OI.clone(), x_TI.clone()
+    noise_TI = x_TI[:, half : 2 * half] * 2.0**-7
+    weight_OI[:, half : 2 * half] = weight_OI[:, :half]
+    x_TI[:, half : 2 * half] = -x_TI[:, :half] * (1 + noise_TI)
+    return weight_OI, x_TI
 
 
 def embedding(token_ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from outrider.ops.activation import Activation, glu_fused, sigmoid_gate
 from outrider.ops.conv import short_conv
 from outrider.ops.invariant import island_dtype
-from outrider.ops.linear import LinearFunction, RowTiles, linear_in_tiles, tile_candidates
+from outrider.ops.linear import LinearFunction, RowTiles, cancelling_operands, linear_in_tiles, tile_candidates
 from outrider.ops.moe import (
     BATCHED_MAX_ROWS,
     Routing,
@@ -73,13 +73,21 @@ def linear_check(name: str, shape_OI: tuple[int, int], dtype: torch.dtype, devic
     cases = CASES if num_out * num_in <= LARGE_WEIGHT else FEW_CASES
 
     def find(geometry: str) -> str | None:
-        weight_OI = random_rows(num_out, num_in, dtype=dtype, device=device)
-        rows_3I = random_rows(NUM_ROWS, num_in, dtype=dtype, device=device, seed=2)
+        random_OI = random_rows(num_out, num_in, dtype=dtype, device=device)
+        random_3I = random_rows(NUM_ROWS, num_in, dtype=dtype, device=device, seed=2)
         tiles = tiles_named(geometry, dtype)
-        return company_violation(lambda x_NI: linear_in_tiles(x_NI, weight_OI, tiles), rows_3I, cases=cases)
+        for weight_OI, rows_3I in ((random_OI, random_3I), cancelling_operands(random_OI, random_3I)):
+            product = partial(_in_tiles, weight_OI=weight_OI, tiles=tiles)
+            if (violation := company_violation(product, rows_3I, cases=cases)) is not None:
+                return violation
+        return None
 
     names = tuple(tiles.name for tiles in tile_candidates(dtype))
     return OpCheck(name=name, geometries=names, find_violation=find)
+
+
+def _in_tiles(x_NI: torch.Tensor, *, weight_OI: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
+    return linear_in_tiles(x_NI, weight_OI, tiles)
 
 
 def experts_product(geometry: str, dtype: torch.dtype) -> LinearFunction:

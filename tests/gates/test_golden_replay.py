@@ -33,7 +33,10 @@ def check_top_five(logits_NV: torch.Tensor, run: GoldenRun) -> None:
     for logits_V, step in zip(logits_NV, run.steps, strict=True):
         ranked = sorted(range(len(logits_V)), key=lambda token_id: (-float(logits_V[token_id]), token_id))
         assert tuple(ranked[:5]) == step.token_ids
-        assert float((logits_V[list(step.token_ids)] - torch.tensor(step.logits)).abs().max()) < TOLERANCE
+        assert (
+            float((logits_V[list(step.token_ids)] - torch.tensor(step.logits, dtype=torch.float64)).abs().max())
+            < TOLERANCE
+        )
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -73,21 +76,19 @@ def test_golden_greedy_replay(deep, kind: str) -> None:
         check_top_five(torch.stack(rows), run)
 
 
-# About three times what was seen on x86 with AVX-512; random toys amplify rounding from layer to layer.
-NOISE = {torch.float32: 1e-3, torch.bfloat16: 3.0}
+# Of logits that spread over several units. Random toys amplify rounding from layer to layer: in bfloat16 the same
+# rows are off by up to 7, so a replay there would say nothing.
+FLOAT32_NOISE = 1e-3
 
 
-@pytest.mark.parametrize("dtype", NOISE, ids=str)
-def test_golden_replay_in_narrow_dtypes(deep, dtype: torch.dtype) -> None:
+def test_golden_forced_replay_in_float32(deep) -> None:
     """The noise is bounded, and a token flips only where its golden margin is below twice the noise."""
     run = GOLDEN["chunk"]
-    logits_NV = forced_rows(deep(dtype), run, span_rows=8)
-    top_ids = torch.tensor([step.token_ids for step in run.steps])
+    logits_NV = forced_rows(deep(torch.float32), run, span_rows=8)
+    top_ids_N5 = torch.tensor([step.token_ids for step in run.steps])
     golden_N5 = torch.tensor([step.logits for step in run.steps], dtype=torch.float64)
-    noise = float((logits_NV.gather(1, top_ids) - golden_N5).abs().max())
-    print(dtype, "noise", noise)
-    assert noise < NOISE[dtype]
-    flipped_N = logits_NV.argmax(-1) != top_ids[:, 0]
+    noise = float((logits_NV.gather(1, top_ids_N5) - golden_N5).abs().max())
+    assert 0 < noise < FLOAT32_NOISE
+    flipped_N = logits_NV.argmax(-1) != top_ids_N5[:, 0]
     margins_N = golden_N5[:, 0] - golden_N5[:, 1]
     assert bool((margins_N[flipped_N] < 2 * noise).all())
-    print("flips", flipped_N.sum(), "margins", margins_N.sort().values[:6])

@@ -33,11 +33,36 @@ def test_small_bfloat16_calls_are_one_library_call(monkeypatch):
     calls = []
     real = F.linear
     monkeypatch.setattr(ops.F, "linear", lambda x, w: calls.append(x.shape) or real(x, w))
-    weight = torch.randn(8, 16).bfloat16()
-    ops.linear(torch.randn(32, 16).bfloat16(), weight)
-    assert calls == [(32, 16)]
-    ops.linear(torch.randn(33, 16).bfloat16(), weight)
-    assert calls[1:] == [(32, 16), (1, 16)]
+    weight = torch.randn(65, 64).bfloat16()
+    ops.linear(torch.randn(32, 64).bfloat16(), weight)
+    ops.linear(torch.randn(1, 64).bfloat16(), weight)
+    assert calls == [(32, 64), (1, 64)]
+    ops.linear(torch.randn(33, 64).bfloat16(), weight)
+    assert calls[2:] == [(32, 64), (1, 64)]
+
+
+def test_small_bfloat16_products_get_zero_rows(monkeypatch):
+    """At most 16 ** 3 multiplications take another kernel."""
+    calls = []
+    real = F.linear
+    monkeypatch.setattr(ops.F, "linear", lambda x, w: calls.append(x.shape[0]) or real(x, w))
+    for num_out, num_in, least_rows in ((65, 64, 1), (64, 64, 2), (96, 24, 2), (64, 32, 3), (8, 16, 32)):
+        calls.clear()
+        weight = torch.randn(num_out, num_in).bfloat16()
+        for num_rows in (1, 2, 3, 32):
+            assert ops.linear(torch.randn(num_rows, num_in).bfloat16(), weight).shape == (num_rows, num_out)
+        assert calls == [max(num_rows, least_rows) for num_rows in (1, 2, 3, 32)]
+
+
+def test_a_row_of_cancelling_products_has_the_same_bits_alone_and_among_others(threads):
+    """Random operands would need tens of thousands of elements to show a difference after rounding."""
+    for num_out, num_in in ((64, 32), (32, 32), (96, 24), (64, 64), (128, 20), (128, 64), (8, 16)):
+        for _ in range(20):
+            operands = ops.cancelling_operands(torch.randn(num_out, num_in), torch.randn(32, num_in))
+            weight, x = (operand.bfloat16() for operand in operands)
+            whole = ops.linear(x, weight)
+            for num_rows in (1, 2, 3, 5, 8, 31):
+                assert torch.equal(ops.linear(x[:num_rows], weight), whole[:num_rows]), (num_out, num_in, num_rows)
 
 
 def test_every_candidate_is_the_product(dtype, assert_close):
@@ -74,7 +99,7 @@ def test_a_table_takes_the_geometry_of_each_weight(monkeypatch):
     table(x.bfloat16(), torch.randn(4, 8).bfloat16())
     table(x.bfloat16(), torch.randn(6, 8).bfloat16())  # not in the table
     table(x, torch.randn(4, 8))  # in the table, but of another dtype: float32 products need their padding
-    assert calls == [(1, 4), (1, 4), (2, 6), (16, 4)]
+    assert calls == [(1, 4), (1, 4), (32, 6), (16, 4)]  # few multiplications: a whole tile of rows
 
 
 def test_embedding_reads_rows():
