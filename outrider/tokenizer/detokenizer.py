@@ -141,9 +141,11 @@ class IncrementalDetokenizer:
         self._num_open_tokens = 0
 
     def _advance(self, text: str) -> str:
+        num_old_chars = len(self._held)
         self._held += text
         may_stop = bool(text) and self._num_tokens >= self._min_tokens
-        match = _first_stop(self._held, self._stop) if may_stop else None
+        # Held text may hold a whole stop string from before min_tokens; only one that ends in new text counts.
+        match = _first_stop(self._held, self._stop, num_old_chars) if may_stop else None
         if match is None:
             return self._emit(len(self._held) - _num_held_back(self._held, self._stop))
         start, self._matched_stop = match
@@ -160,11 +162,11 @@ class IncrementalDetokenizer:
         return emitted
 
 
-def _first_stop(text: str, stop: Sequence[str]) -> tuple[int, str] | None:
-    """Start and value of the stop string that ends first in `text`, the longest of equals."""
+def _first_stop(text: str, stop: Sequence[str], num_old_chars: int) -> tuple[int, str] | None:
+    """Start and value of the stop string that ends first in `text` behind its old characters, the longest of equals."""
     best: tuple[int, int, str] | None = None
     for candidate in stop:
-        start = text.find(candidate)
+        start = text.find(candidate, max(0, num_old_chars - len(candidate) + 1))
         if start >= 0:
             found = (start + len(candidate), start, candidate)
             best = found if best is None else min(best, found)
