@@ -13,7 +13,7 @@ from outrider.testing.grid import default_grid
 from outrider.testing.toy import ToyOptions, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
-NUM_PROMPTS, MAX_TOKENS, BLOCK = 4, 4, 2
+NUM_PROMPTS, MAX_TOKENS, BLOCK = 5, 6, 2
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def test_the_control_changes_no_output(line: list[str], capsys: pytest.CaptureFi
     [
         ("--inject typo", "fault 'typo' is unknown; known are commit-off-by-one, conv-not-rolled-back, stale-page"),
         ("--max-tokens 0", "max_tokens=0"),
-        ("--max-tokens 1000000", "none of the 4 prompts"),
+        ("--max-tokens 1000000", "none of the 5 prompts"),
         ("--prompts absent.jsonl", "absent.jsonl"),
         ("--drafter absent", "no checkpoint 'absent'"),
         ("--threads -1", "--threads -1"),
