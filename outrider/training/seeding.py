@@ -187,8 +187,9 @@ def _other_writers(model: "KimiK3ForTraining") -> Iterator[torch.Tensor]:
         rows = layout.lag(lag)
         yield model.embed_tokens.weight[:, rows]
         for layer in list(model.walk())[:2]:
-            columns = used[layer.self_attn]
-            yield from _gaps(layer.self_attn.o_proj.weight[rows], columns)
+            attention = layer.self_attn
+            assert isinstance(attention, KdaAttention), "delay lines need KDA in the first two layers"
+            yield from _gaps(attention.o_proj.weight[rows], used[attention])
             if layer.is_dense:
                 yield layer.mlp.down_proj.weight[rows]
             else:
