@@ -214,6 +214,4 @@ def fill_pools(caches: CacheSet, fill: Callable[[torch.Tensor], object]) -> None
 
 def scramble_ids(engine: Engine, seed: int) -> None:
     """Put the free pages and seats in another order; for an engine without running requests."""
-    dice = random.Random(seed)
-    for pool in (engine._scheduler._pages, engine._scheduler._slots):
-        dice.shuffle(pool._free)
+    engine._scheduler.shuffle_seats(random.Random(seed))

@@ -16,15 +16,12 @@ them, so delay lines are pinned: restored after every optimiser step.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from outrider.training.kda import KdaAttention
-
-if TYPE_CHECKING:
-    from outrider.training.kimi_k3 import KimiK3ForTraining, MlaAttention
+from outrider.training.kimi_k3 import DenseMlp, KimiK3ForTraining, LatentMoe, MlaAttention
 
 __all__ = ["LAGS", "PinnedLags", "ResidualLayout", "lag_directions", "reseed_lags", "seed_copying"]
 
@@ -63,7 +60,7 @@ def _rows(layer: KdaAttention, head: int) -> slice:
     return slice(head * layer.head_dim, (head + 1) * layer.head_dim)
 
 
-def _delay_lines(model: "KimiK3ForTraining") -> Iterator[tuple[KdaAttention, int, int, int]]:
+def _delay_lines(model: KimiK3ForTraining) -> Iterator[tuple[KdaAttention, int, int, int]]:
     """(layer, head, lag written, tokens the head itself looks back)."""
     kda = [layer.self_attn for layer in model.walk() if isinstance(layer.self_attn, KdaAttention)]
     for lag in LAGS:
@@ -94,7 +91,7 @@ def _seed_delay_line(
     layer.o_proj.weight[write, used] = gain * (read.shape[0] / layer.head_dim) ** 0.5 * torch.eye(read.shape[0])
 
 
-def _seed_induction(layer: "MlaAttention", layout: ResidualLayout, tokens: torch.Tensor) -> None:
+def _seed_induction(layer: MlaAttention, layout: ResidualLayout, tokens: torch.Tensor) -> None:
     """Make head 0 attend to where the last three tokens stood before, and write what followed.
 
     ``tokens`` [n, D] reads the token in the coordinates of its lags.
@@ -120,7 +117,7 @@ def _seed_induction(layer: "MlaAttention", layout: ResidualLayout, tokens: torch
     layer.o_proj.weight[:, : layer.value] = COPY_GAIN * read_values.T
 
 
-def _seed_delay_lines(model: "KimiK3ForTraining", lags: Sequence[int], tokens: torch.Tensor, gain: float) -> None:
+def _seed_delay_lines(model: KimiK3ForTraining, lags: Sequence[int], tokens: torch.Tensor, gain: float) -> None:
     layout = ResidualLayout(model.config.hidden_size)
     for layer, head, lag, look_back in _delay_lines(model):
         if lag not in lags:
@@ -131,14 +128,14 @@ def _seed_delay_lines(model: "KimiK3ForTraining", lags: Sequence[int], tokens: t
 
 
 @torch.no_grad()
-def reseed_lags(model: "KimiK3ForTraining", gain: float) -> None:
+def reseed_lags(model: KimiK3ForTraining, gain: float) -> None:
     """Renew the reserved lags of a model whose residual stream has outgrown them; ``gain`` should match it."""
     tokens = lag_directions(model)
     _seed_delay_lines(model, RESERVED_LAGS, tokens, gain)
 
 
 @torch.no_grad()
-def seed_copying(model: "KimiK3ForTraining") -> None:
+def seed_copying(model: KimiK3ForTraining) -> None:
     """Lay out embedding, delay lines, two induction layers, and a head along the embedding."""
     layout = ResidualLayout(model.config.hidden_size)
     embedding = model.embed_tokens.weight
@@ -147,20 +144,20 @@ def seed_copying(model: "KimiK3ForTraining") -> None:
     tokens = torch.zeros(max(LAG_WIDTHS), layout.width)
     tokens[:, layout.token] = nn.init.orthogonal_(torch.empty(max(LAG_WIDTHS), layout.token.stop - layout.token.start))
     _seed_delay_lines(model, LAGS, tokens, DELAY_GAIN)
-    mla = [layer.self_attn for layer in model.walk() if not isinstance(layer.self_attn, KdaAttention)]
+    mla = [layer.self_attn for layer in model.walk() if isinstance(layer.self_attn, MlaAttention)]
     for layer in mla[:2]:
         _seed_induction(layer, layout, tokens)
     model.lm_head.weight.copy_(HEAD_SCALE * embedding)
 
 
-def lag_directions(model: "KimiK3ForTraining") -> torch.Tensor:
+def lag_directions(model: KimiK3ForTraining) -> torch.Tensor:
     """The directions of the token [n, D] that every lag keeps the first rows of (orthonormal, pinned)."""
     layer, head, _, _ = next(_delay_lines(model))
     start = _rows(layer, head).start
     return layer.v_proj.weight[start : start + max(LAG_WIDTHS)].detach() / VALUE_LINEAR
 
 
-def _delay_line_weights(model: "KimiK3ForTraining") -> Iterator[torch.Tensor]:
+def _delay_line_weights(model: KimiK3ForTraining) -> Iterator[torch.Tensor]:
     """Views of everything that makes the delay lines what they are."""
     layout = ResidualLayout(model.config.hidden_size)
     for layer, head, lag, _ in _delay_lines(model):
@@ -175,7 +172,7 @@ def _delay_line_weights(model: "KimiK3ForTraining") -> Iterator[torch.Tensor]:
         yield from (layer.o_proj.weight[:, used], layer.A_log[head : head + 1], layer.o_norm.weight)
 
 
-def _other_writers(model: "KimiK3ForTraining") -> Iterator[torch.Tensor]:
+def _other_writers(model: KimiK3ForTraining) -> Iterator[torch.Tensor]:
     """Views of what else could write into the reserved places before the delay lines are read."""
     layout = ResidualLayout(model.config.hidden_size)
     used: dict[KdaAttention, list[int]] = {}
@@ -186,15 +183,16 @@ def _other_writers(model: "KimiK3ForTraining") -> Iterator[torch.Tensor]:
     for lag in RESERVED_LAGS:
         rows = layout.lag(lag)
         yield model.embed_tokens.weight[:, rows]
-        for layer in list(model.walk())[:2]:
-            attention = layer.self_attn
+        for block in list(model.walk())[:2]:
+            attention = block.self_attn
             assert isinstance(attention, KdaAttention), "delay lines need KDA in the first two layers"
             yield from _gaps(attention.o_proj.weight[rows], used[attention])
-            if layer.is_dense:
-                yield layer.mlp.down_proj.weight[rows]
-            else:
-                yield layer.block_sparse_moe.routed_expert_up_proj.weight[rows]
-                yield layer.block_sparse_moe.shared_experts.down_proj.weight[rows]
+            feed_forward = block.mlp if block.is_dense else block.block_sparse_moe
+            if isinstance(feed_forward, DenseMlp):
+                yield feed_forward.down_proj.weight[rows]
+            elif isinstance(feed_forward, LatentMoe):
+                yield feed_forward.routed_expert_up_proj.weight[rows]
+                yield feed_forward.shared_experts.down_proj.weight[rows]
 
 
 def _gaps(weight: torch.Tensor, columns: list[int]) -> Iterator[torch.Tensor]:
@@ -213,7 +211,7 @@ class PinnedLags:
     """
 
     @torch.no_grad()
-    def __init__(self, model: "KimiK3ForTraining") -> None:
+    def __init__(self, model: KimiK3ForTraining) -> None:
         self.zeros = [view.detach() for view in _other_writers(model)]
         self.kept = [(view.detach(), view.detach().clone()) for view in _delay_line_weights(model)]
         self.restore()

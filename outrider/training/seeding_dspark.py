@@ -8,15 +8,11 @@ token at a time. Two lags at once make the match a two-token one.
 The context projection is fitted to a sample of taps, so the start fits whatever the target has become.
 """
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from outrider.training.dspark import DrafterLayer, DSparkForTraining
+from outrider.training.kimi_k3 import KimiK3ForTraining
 from outrider.training.seeding import LAGS, ResidualLayout, lag_directions
-
-if TYPE_CHECKING:
-    from outrider.training.dspark import DSparkForTraining
-    from outrider.training.kimi_k3 import KimiK3ForTraining
 
 __all__ = ["fit_linear", "seed_drafter"]
 
@@ -62,7 +58,7 @@ def _complete(directions: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _fit_context(
-    drafter: "DSparkForTraining", tokens: torch.Tensor, read: torch.Tensor, ids: torch.Tensor, taps: torch.Tensor
+    drafter: DSparkForTraining, tokens: torch.Tensor, read: torch.Tensor, ids: torch.Tensor, taps: torch.Tensor
 ) -> None:
     """Context rows: the token, what ``read`` says of its lags, and random directions of the taps."""
     parts, longest = _Parts(drafter.config.hidden_size), max(MATCH_LAGS)
@@ -80,8 +76,8 @@ def _fit_context(
 
 @torch.no_grad()
 def seed_drafter(
-    drafter: "DSparkForTraining",
-    target: "KimiK3ForTraining",
+    drafter: DSparkForTraining,
+    target: KimiK3ForTraining,
     draft_ids: torch.Tensor,
     ids: torch.Tensor,
     taps: torch.Tensor,
@@ -100,7 +96,7 @@ def seed_drafter(
     directions[:, parts.token] = _complete(lag_directions(target)[:, parts.token], size)
     _fit_context(drafter, tokens, directions[:MATCH_WIDTH, parts.token], ids, taps)
 
-    first, second = drafter.layers[0].self_attn, drafter.layers[1].self_attn
+    first, second = [layer.self_attn for layer in drafter.layers if isinstance(layer, DrafterLayer)][:2]
     for layer in (first, second):
         layer.q_norm.weight.fill_(NORM_GAIN)
         layer.k_norm.weight.fill_(NORM_GAIN)
