@@ -25,7 +25,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from outrider.batch import ForwardBatch, VerifyResult
+from outrider.batch import ForwardBatch, SubmittedDrafts, TokenChoices, VerifyResult
 from outrider.cache import CacheSet, LatentCache, RecurrentCache, RecurrentSnapshot, recurrent
 from outrider.engine import round as engine_round
 from outrider.engine.batching import PageTable
@@ -180,9 +180,11 @@ class EngineHistory(RuleBasedStateMachine):
 
     @rule(accepts=accepts, poisoned=st.booleans(), fault_in=fault)
     def rounds(self, accepts: list[tuple[int, ...]], poisoned: bool, fault_in: str | None) -> None:
+        if fault_in == "reset":  # only who has just come is reset
+            self.history.round(accepts[0], fault_in=fault_in)
         for accept_counts in accepts:
             self.history.round(accept_counts, poisoned=poisoned)
-        if fault_in is not None:
+        if fault_in not in (None, "reset"):
             self.history.round(accepts[-1], fault_in=fault_in)
 
     @rule(accepts=accepts, poisoned=st.booleans())
@@ -307,13 +309,13 @@ def commit_the_count_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
 
 def accept_one_draft_less(patch: pytest.MonkeyPatch) -> None:
     """The stream stays right; only the count tells."""
-    right = engine_round.verify_greedy
+    right = engine_round.verify
 
-    def wrong(logits: torch.Tensor, drafts: torch.Tensor, lengths: torch.Tensor) -> VerifyResult:
-        result = right(logits, drafts, lengths)
+    def wrong(logits: torch.Tensor, drafts: SubmittedDrafts, choices: TokenChoices | None) -> VerifyResult:
+        result = right(logits, drafts, choices)
         return replace(result, num_accepted_S=(result.num_accepted_S - 1).clamp_min(0))
 
-    patch.setattr(engine_round, "verify_greedy", wrong)
+    patch.setattr(engine_round, "verify", wrong)
 
 
 def forget_the_drafter_state_on_preemption(patch: pytest.MonkeyPatch) -> None:
