@@ -35,7 +35,7 @@ from outrider.training.losses import (
     teacher_head,
 )
 from outrider.training.muon import Muon
-from outrider.training.seeding_dspark import PinnedCopying, seed_drafter
+from outrider.training.seeding_dspark import seed_drafter
 
 LENGTHS = ((0.70, 512), (0.90, 1024), (1.01, 2048))  # row length until this share of the budget
 MAX_LENGTH = 2048
@@ -202,7 +202,6 @@ class DrafterTrainer:
             self.load()
         elif arguments.init:
             self.draft_ids = read_drafter(self.drafter, arguments.init)
-        self.pinned = PinnedCopying(self.drafter)
         self.teacher_head = teacher_head(self.target.lm_head.weight, self.draft_ids)
         self.to_draft = torch.full((K3_SMALL.vocab_size,), -1, dtype=torch.int64)
         self.to_draft[self.draft_ids] = torch.arange(len(self.draft_ids))
@@ -269,7 +268,6 @@ class DrafterTrainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        self.pinned.restore()
         return result
 
     @torch.no_grad()
