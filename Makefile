@@ -27,7 +27,7 @@ demo: setup  ## answer real prompts with and without the drafter, and show the d
 	$(BIN)/outrider demo
 
 test: setup  ## the fast tests: what CI runs
-	$(BIN)/python -m pytest $(FAST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FAST)
 
 test-all: setup  ## the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"
