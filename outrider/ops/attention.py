@@ -7,7 +7,9 @@ Dims: T rows, S sequences, M rows of the longest span, H heads, N nope key width
 C latent width, W value width, R rows of the flat cache, Q query rows of one matrix, Y tiles.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -25,6 +27,9 @@ class AbsorbedWeights:
 
     w_uk_HNC: torch.Tensor
     w_uv_HCW: torch.Tensor
+
+
+BatchedProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class AbsorbedFunction(Protocol):
@@ -81,10 +86,9 @@ def mla_absorbed(
     """
     island = weights.w_uk_HNC.dtype
     num_heads, _, latent_width = weights.w_uk_HNC.shape
-    q_latent_HTC = tile_bmm(q_nope_THN.to(island).transpose(0, 1), weights.w_uk_HNC, row_tile)
-    q_THK = torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR.to(island)], dim=-1) * scale
+    product = partial(tile_bmm, row_tile=row_tile)
     layout, num_sequences = spans.layout, spans.layout.num_sequences
-    q_SQK = pad_rows(to_padded(q_THK, layout).reshape(num_sequences, -1, q_THK.shape[-1]), row_tile)
+    q_SQK = pad_rows(_latent_queries(q_nope_THN, q_rope_THR, weights, spans, scale=scale, product=product), row_tile)
     limits_SQ = _row_limits(spans, num_heads, q_SQK.shape[1])
 
     def load(first: int, last: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -94,9 +98,7 @@ def mla_absorbed(
     panel = tiles_per_panel(num_sequences * max(q_SQK.shape[1], KEY_TILE) * q_SQK.shape[2])
     latent_SQC = combine_partials(attend_panels(q_SQK, spans.keys.num_tiles, panel, load))
     used = layout.max_length * num_heads
-    latent_SMHC = latent_SQC[:, :used].reshape(num_sequences, layout.max_length, num_heads, latent_width)
-    latent_HTC = to_flat(latent_SMHC, layout).transpose(0, 1)
-    return tile_bmm(latent_HTC, weights.w_uv_HCW, row_tile).transpose(0, 1).to(q_nope_THN.dtype)
+    return _values(latent_SQC[:, :used], weights, spans, product=product).to(q_nope_THN.dtype)
 
 
 def mla_absorbed_plain(
@@ -111,10 +113,7 @@ def mla_absorbed_plain(
     """As ``mla_absorbed`` in one softmax over all keys, without tiles: bits depend on the batch."""
     island = weights.w_uk_HNC.dtype
     num_heads, _, latent_width = weights.w_uk_HNC.shape
-    layout, num_sequences = spans.layout, spans.layout.num_sequences
-    q_latent_HTC = torch.bmm(q_nope_THN.to(island).transpose(0, 1), weights.w_uk_HNC)
-    q_THK = torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR.to(island)], dim=-1) * scale
-    q_SQK = to_padded(q_THK, layout).reshape(num_sequences, -1, q_THK.shape[-1])
+    q_SQK = _latent_queries(q_nope_THN, q_rope_THR, weights, spans, scale=scale, product=torch.bmm)
     key_rows_SN = spans.keys.key_rows_SK
     rows_SNK = rows_RC.index_select(0, key_rows_SN.reshape(-1)).view(*key_rows_SN.shape, -1).to(island)
     limits_SQ1 = _row_limits(spans, num_heads, q_SQK.shape[1])[..., None]
@@ -123,9 +122,32 @@ def mla_absorbed_plain(
     # As in the tiles: a hidden key may be NaN all through, and 0 * NaN is NaN.
     latents_SNC = rows_SNK[..., :latent_width].nan_to_num(0.0, 0.0, 0.0)
     latent_SQC = torch.bmm(torch.softmax(scores_SQN, dim=-1), latents_SNC)
-    latent_SMHC = latent_SQC.view(num_sequences, layout.max_length, num_heads, latent_width)
-    latent_HTC = to_flat(latent_SMHC, layout).transpose(0, 1)
-    return torch.bmm(latent_HTC, weights.w_uv_HCW).transpose(0, 1).to(q_nope_THN.dtype)
+    return _values(latent_SQC, weights, spans, product=torch.bmm).to(q_nope_THN.dtype)
+
+
+def _latent_queries(
+    q_nope_THN: torch.Tensor,
+    q_rope_THR: torch.Tensor,
+    weights: AbsorbedWeights,
+    spans: PagedSpans,
+    *,
+    scale: float,
+    product: BatchedProduct,
+) -> torch.Tensor:
+    """Scaled queries in the latent space, all rows and heads of a sequence in one dim: ``[S, Q, C + r]``."""
+    island = weights.w_uk_HNC.dtype
+    q_latent_HTC = product(q_nope_THN.to(island).transpose(0, 1), weights.w_uk_HNC)
+    q_THK = torch.cat([q_latent_HTC.transpose(0, 1), q_rope_THR.to(island)], dim=-1) * scale
+    return to_padded(q_THK, spans.layout).reshape(spans.layout.num_sequences, -1, q_THK.shape[-1])
+
+
+def _values(
+    latent_SQC: torch.Tensor, weights: AbsorbedWeights, spans: PagedSpans, *, product: BatchedProduct
+) -> torch.Tensor:
+    """Attended latents, rows as in ``_latent_queries``, moved to the values of each head: ``[T, H, W]``."""
+    layout, (num_heads, latent_width, _) = spans.layout, weights.w_uv_HCW.shape
+    latent_SMHC = latent_SQC.reshape(layout.num_sequences, layout.max_length, num_heads, latent_width)
+    return product(to_flat(latent_SMHC, layout).transpose(0, 1), weights.w_uv_HCW).transpose(0, 1)
 
 
 def mla_expanded(
