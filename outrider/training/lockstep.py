@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
+from outrider.training.fused import gated_norm, kda_inputs, situ
 from outrider.training.kda import KdaAttention
 from outrider.training.kimi_k3 import KimiK3ForTraining, LatentMoe, Layer, MlaAttention
 from outrider.training.quantisation import fake_mxfp4
@@ -20,10 +21,6 @@ from outrider.training.quantisation import fake_mxfp4
 __all__ = ["Answer", "LockstepModel", "answer_all"]
 
 CACHE_STEP = 128  # tokens by which the attention window grows
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 class _KdaState:
@@ -49,16 +46,21 @@ class _KdaState:
         self.windows[:, :, :-1] = self.windows[:, :, 1:].clone()
         self.windows[:, :, -1] = torch.stack((layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)))
         q, k, v = F.silu((self.windows * self.taps.unsqueeze(1)).sum(2)).view(3, *heads)
-        q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * layer.head_dim**-0.5
-        k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
-        gate = layer.f_b_proj(layer.f_a_proj(x)) + layer.dt_bias
-        decay = (layer.lower_bound * torch.sigmoid(layer.A_log.exp().unsqueeze(-1) * gate.view(heads))).exp()
-        beta = torch.sigmoid(layer.b_proj(x)).unsqueeze(-1)
-        self.state *= decay.unsqueeze(-1)
-        update = beta * (v - torch.einsum("bhkw,bhk->bhw", self.state, k))
+        q, k, log_decay, beta = kda_inputs(
+            q,
+            k,
+            layer.f_b_proj(layer.f_a_proj(x)).view(heads),
+            layer.b_proj(x),
+            layer.A_log,
+            layer.dt_bias.view(heads[1:]),
+            layer.lower_bound,
+        )
+        self.state *= log_decay.exp().unsqueeze(-1)
+        update = beta.unsqueeze(-1) * (v - torch.einsum("bhkw,bhk->bhw", self.state, k))
         self.state += k.unsqueeze(-1) * update.unsqueeze(-2)
-        out = _norm(torch.einsum("bhkw,bhk->bhw", self.state, q), layer.o_norm.weight, layer.eps)
-        return layer.o_proj((out * torch.sigmoid(layer.g_proj(x).view(heads))).flatten(1))
+        read = torch.einsum("bhkw,bhk->bhw", self.state, q)
+        out = gated_norm(read, layer.o_norm.weight, layer.g_proj(x).view(heads), layer.eps)
+        return layer.o_proj(out.flatten(1))
 
 
 class _MlaState:
@@ -77,9 +79,9 @@ class _MlaState:
         """``x`` [B, D], ``positions`` [B], ``hidden`` bool [B, T] keys not to be seen -> [B, D]."""
         layer, window = self.layer, hidden.shape[1]
         latent, shared = layer.kv_a_proj_with_mqa(x).split((layer.latent, layer.rope), -1)
-        latent = _norm(latent, layer.kv_a_layernorm.weight, layer.kv_a_layernorm.eps)
+        latent = layer.kv_a_layernorm(latent)
         self.cache[torch.arange(len(x)), positions] = torch.cat((latent, shared), -1)
-        q = layer.q_b_proj(_norm(layer.q_a_proj(x), layer.q_a_layernorm.weight, layer.q_a_layernorm.eps))
+        q = layer.q_b_proj(layer.q_a_layernorm(layer.q_a_proj(x)))
         nope, rope = q.view(len(x), layer.heads, -1).split((layer.nope, layer.rope), -1)
         absorbed = torch.cat((torch.einsum("bhn,hnl->bhl", nope, self.key), rope), -1)
         cached = self.cache[:, :window]
@@ -104,16 +106,9 @@ class _Moe:
         ids, weights = moe.gate(x)
         share = torch.zeros(len(x), moe.gate.weight.shape[0]).scatter_(1, ids, weights)
         gate, up = (moe.routed_expert_down_proj(x) @ self.w13.T).view(*share.shape, -1).chunk(2, -1)
-        activated = _situ(gate, up, *moe.betas) * share.unsqueeze(-1)
-        combined = activated.flatten(1) @ self.w2
-        routed = moe.routed_expert_up_proj(_norm(combined, moe.routed_expert_norm.weight, moe.routed_expert_norm.eps))
-        shared = moe.shared_experts
-        return routed + shared.down_proj(_situ(shared.gate_proj(x), shared.up_proj(x), *moe.betas))
-
-
-def _situ(gate: torch.Tensor, up: torch.Tensor, beta: float, linear_beta: float) -> torch.Tensor:
-    gated = beta * torch.tanh(gate / beta) * torch.sigmoid(gate)
-    return gated * linear_beta * torch.tanh(up / linear_beta)
+        activated = situ(gate, up, *moe.betas) * share.unsqueeze(-1)
+        routed = moe.routed_expert_up_proj(moe.routed_expert_norm(activated.flatten(1) @ self.w2))
+        return routed + moe.shared_experts(x)
 
 
 class LockstepModel:
@@ -144,35 +139,29 @@ class LockstepModel:
     @torch.no_grad()
     def step(self, token_ids: torch.Tensor) -> torch.Tensor:
         """Append one token to every seat: ids [B] -> next-token logits [B, V]."""
+        # The compiled pieces are made for whole sequences; at one token they are worth no compiling.
+        with torch.compiler.set_stance("force_eager"):
+            return self._step(token_ids)
+
+    def _step(self, token_ids: torch.Tensor) -> torch.Tensor:
         positions = self.lengths
         window = min(self.max_tokens, (int(positions.max()) // CACHE_STEP + 1) * CACHE_STEP)
         hidden = torch.arange(window) > positions.unsqueeze(1)
-        prefix = self.model.embed_tokens(token_ids)
+        prefix = self.model.embed_tokens(token_ids.unsqueeze(1))  # [B, 1, D] between layers
         snapshots: list[torch.Tensor] = []
         for layer, state, experts in zip(self.layers, self.states, self.experts, strict=True):
-            entry = _mix(layer.self_attention_res, prefix, snapshots) if snapshots else prefix
+            entry = layer.entry(prefix, snapshots)
             if layer.snapshots_here:
                 snapshots.append(prefix)
-            x = _norm(entry, layer.input_layernorm.weight, layer.input_layernorm.eps)
+            x = layer.input_layernorm(entry).squeeze(1)
             attention = state.step(x, positions, hidden) if isinstance(state, _MlaState) else state.step(x)
+            attention = attention.unsqueeze(1)
             prefix = attention if layer.snapshots_here else prefix + attention
-            mixed = _mix(layer.mlp_res, prefix, snapshots)
-            mixed = _norm(mixed, layer.post_attention_layernorm.weight, layer.post_attention_layernorm.eps)
-            if experts is None:
-                mlp = layer.mlp
-                prefix = prefix + mlp.down_proj(_situ(mlp.gate_proj(mixed), mlp.up_proj(mixed), *mlp.betas))
-            else:
-                prefix = prefix + experts.step(mixed)
+            mixed = layer.post_attention_layernorm(layer.mlp_res(prefix, snapshots))
+            fed = layer.mlp(mixed) if experts is None else experts.step(mixed.squeeze(1)).unsqueeze(1)
+            prefix = prefix + fed
         self.lengths = positions + 1
-        out = _mix(self.model.output_attn_res, prefix, snapshots)
-        return self.model.lm_head(_norm(out, self.model.norm.weight, self.model.norm.eps))
-
-
-def _mix(score, prefix: torch.Tensor, snapshots: Sequence[torch.Tensor]) -> torch.Tensor:  # type: ignore[no-untyped-def]
-    """Attention-residual mixture (section 4.2)."""
-    values = torch.stack((*snapshots, prefix))
-    scores = (values * (score.norm * score.proj[0])).sum(-1) * torch.rsqrt(values.square().mean(-1) + score.eps)
-    return (values * scores.softmax(0).unsqueeze(-1)).sum(0)
+        return self.model.lm_head(self.model.norm(self.model.output_attn_res(prefix, snapshots)).squeeze(1))
 
 
 @dataclass(slots=True)

@@ -177,7 +177,7 @@ def drafter_losses(
     outside = 1.0 - teacher_NV.sum(-1)
     distance_N = (log_probabilities.exp() - teacher_NV).abs().sum(-1) + outside.clamp_min(0)
     overlap_N = (1.0 - 0.5 * distance_N).detach().clamp(0, 1)
-    confidence = weighted(F.binary_cross_entropy_with_logits(confidence_N, overlap_N, reduction="none"))
+    confidence = confidence_loss(confidence_N, distance_N, weights_N / total_weight)
     distance = weighted(distance_N)
     total = CROSS_ENTROPY_WEIGHT * cross_entropy + TOTAL_VARIATION_WEIGHT * distance + CONFIDENCE_WEIGHT * confidence
     return DrafterLosses(

@@ -185,11 +185,6 @@ class DrafterTrainer:
         special = list(range(8176, 8182))
         self.draft_ids = self.rollouts.draft_vocabulary(K3_SMALL_DSPARK.draft_vocab_size, special)
         self.drafter = DSparkForTraining(K3_SMALL_DSPARK)
-        with torch.no_grad():
-            self.drafter.lm_head.weight.copy_(self.target.lm_head.weight[self.draft_ids])
-        sample = self.rollouts.rows(np.random.default_rng(0), 512, SEED_ROWS, valid=False)
-        tap_width = len(K3_SMALL_DSPARK.aux_layer_ids) * K3_SMALL.hidden_size
-        seed_drafter(self.drafter, self.target, self.draft_ids, sample.ids, sample.features[..., :tap_width])
         matrices = [p for n, p in self.drafter.named_parameters() if n.startswith(("layers", "fc")) and p.ndim == 2]
         chosen = {id(p) for p in matrices}
         others = [p for p in self.drafter.parameters() if id(p) not in chosen]
@@ -202,9 +197,19 @@ class DrafterTrainer:
             self.load()
         elif arguments.init:
             self.draft_ids = read_drafter(self.drafter, arguments.init)
+        else:
+            self.seed()
         self.teacher_head = teacher_head(self.target.lm_head.weight, self.draft_ids)
         self.to_draft = torch.full((K3_SMALL.vocab_size,), -1, dtype=torch.int64)
         self.to_draft[self.draft_ids] = torch.arange(len(self.draft_ids))
+
+    def seed(self) -> None:
+        """Start from the target's head and from what its taps say on a sample of the rollouts."""
+        with torch.no_grad():
+            self.drafter.lm_head.weight.copy_(self.target.lm_head.weight[self.draft_ids])
+        sample = self.rollouts.rows(np.random.default_rng(0), 512, SEED_ROWS, valid=False)
+        tap_width = len(K3_SMALL_DSPARK.aux_layer_ids) * K3_SMALL.hidden_size
+        seed_drafter(self.drafter, self.target, self.draft_ids, sample.ids, sample.features[..., :tap_width])
 
     def load(self) -> None:
         """Continue from our own checkpoint."""

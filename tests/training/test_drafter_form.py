@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 import torch
 from torch import nn
 
@@ -26,13 +25,6 @@ CONFIG = DrafterConfig(
     draft_vocab_size=31,
     markov_rank=8,
 )
-
-
-@pytest.fixture(autouse=True)
-def eager():
-    """Compile nothing."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def reference(model: DSparkForTraining, embed: nn.Embedding, draft_ids: torch.Tensor) -> ReferenceDSpark:

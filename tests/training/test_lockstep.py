@@ -30,13 +30,6 @@ TINY = TrainConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def eager():
-    """Compile nothing: seconds matter more than fusion here."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def model() -> KimiK3ForTraining:
     torch.manual_seed(3)

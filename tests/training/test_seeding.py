@@ -50,12 +50,6 @@ DRAFTER = DrafterConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def eager():
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 @pytest.fixture(scope="module")
 def seeded() -> KimiK3ForTraining:
     torch.manual_seed(0)

@@ -35,13 +35,6 @@ TINY = TrainConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def eager():
-    """Compile nothing: seconds matter more than fusion here."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 @pytest.fixture
 def model() -> KimiK3ForTraining:
     """A tiny target at weights a checkpoint can hold, with scores and biases off their zeros."""
