@@ -21,7 +21,7 @@ from outrider.cache.cache_set import CacheSet, CacheSnapshot
 from outrider.engine.batching import upload
 from outrider.speculative.drafter import Drafter
 
-__all__ = ["HostCopy", "copy_in", "copy_out"]
+__all__ = ["HostCopy", "cache_rows", "copy_in", "copy_out"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,18 +40,18 @@ class HostCopy:
 
 def copy_out(caches: CacheSet, drafter: Drafter, *, slot: int, page_ids: Sequence[int], num_tokens: int) -> HostCopy:
     """Copy the committed state of the sequence in ``slot`` to the host; the device keeps it as it is."""
-    rows_R = _cache_rows(caches, page_ids, num_tokens)
+    rows_R = cache_rows(caches, page_ids, num_tokens)
     return HostCopy(num_tokens=num_tokens, caches=caches.snapshot(slot, rows_R), drafter=drafter.snapshot(slot, rows_R))
 
 
 def copy_in(caches: CacheSet, drafter: Drafter, copy: HostCopy, *, slot: int, page_ids: Sequence[int]) -> None:
     """Let the sequence of a copy go on in an empty ``slot`` and on ``page_ids``."""
-    rows_R = _cache_rows(caches, page_ids, copy.num_tokens)
+    rows_R = cache_rows(caches, page_ids, copy.num_tokens)
     caches.restore(slot, rows_R, copy.caches)
     drafter.restore(slot, rows_R, copy.drafter)
 
 
-def _cache_rows(caches: CacheSet, page_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
+def cache_rows(caches: CacheSet, page_ids: Sequence[int], num_tokens: int) -> torch.Tensor:
     """Flat rows ``[R]`` of the paged caches that hold positions ``0..num_tokens-1``."""
     page_size = caches.latents.page_size
     (pages_P,) = upload(caches.latents.device, page_ids)

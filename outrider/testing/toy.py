@@ -4,6 +4,7 @@ The wrapper config, the ``language_model.`` names, the shards with an index, MXF
 parameters and the zero-padded ``A_log`` are all as in the real files, so the real loader reads them.
 """
 
+import base64
 import json
 import math
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ __all__ = [
     "toy_config",
     "toy_tensors",
     "unquantized",
+    "write_byte_tokenizer",
     "write_tensors",
     "write_toy_checkpoint",
 ]
@@ -283,3 +285,14 @@ def write_tensors(directory: Path, tensors: Mapping[str, torch.Tensor], num_shar
 def unquantized(options: ToyOptions) -> ToyOptions:
     """The same toy with plain expert weights."""
     return replace(options, quantized=False)
+
+
+def write_byte_tokenizer(checkpoint: Path, *, eos_token_id: int) -> None:
+    """Give a checkpoint of 512 ids or more a tokenizer of the 256 bytes and the chat form's special tokens."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"eos_token_id": eos_token_id}))
+    ranks = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
+    (checkpoint / "tiktoken.model").write_bytes(b"".join(ranks))
+    names = ("[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>")
+    named = {str(256 + index): {"content": name, "special": True} for index, name in enumerate(names)}
+    (checkpoint / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": named}))

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 import torch
 
 from outrider.batch import ForwardBatch, TargetOutput
-from outrider.cache.cache_set import CacheSet
+from outrider.cache.cache_set import CacheSet, CacheSnapshot
 from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.engine.engine import Engine
+from outrider.engine.preemption import cache_rows
 from outrider.engine.runner import Runner
 from outrider.models.protocol import TargetModel
 from outrider.plan import StepPlan, StepResult
@@ -20,16 +21,7 @@ from outrider.request import Request, SamplingParams
 from outrider.speculative.drafter import Drafter
 from outrider.testing.recording import recording
 
-__all__ = ["Company", "State", "Trace", "Workbench", "ask", "fill_pools", "scramble_ids", "unequal"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    """What the caches hold of one sequence, copied."""
-
-    kda_LHVK: torch.Tensor
-    conv_LWD: torch.Tensor
-    latents_LTC: torch.Tensor  # rows in order of position
+__all__ = ["Company", "Trace", "Workbench", "ask", "fill_pools", "scramble_ids", "unequal"]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +35,7 @@ class Trace:
     token_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     ends: dict[str, str] = field(default_factory=dict)
     logits: dict[tuple[str, int], torch.Tensor] = field(default_factory=dict)
-    states: dict[tuple[str, int], State] = field(default_factory=dict)
+    states: dict[tuple[str, int], CacheSnapshot] = field(default_factory=dict)
     rounds: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # (drafted, accepted) per decode round
 
     def stream(self, name: str) -> tuple[tuple[int, ...], str]:
@@ -89,7 +81,7 @@ class Workbench:
             num_draft_tokens=drafter.num_draft_tokens if drafter else 0,
             chunk_multiple=self.target.chunk_multiple,
         )
-        watch = _Watch(self.page_size)
+        watch = _Watch()
         engine = build_engine(recording(self.target, watch.see), drafter, config, device=self.target.embedding.device)
         assert isinstance(engine._runner, Runner)
         watch.runner, engine._runner = engine._runner, watch
@@ -134,10 +126,9 @@ class WatchedEngine:
 class _Watch:
     """Stands between engine and runner, and behind the target's forward."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self) -> None:
         self.runner: Runner | None = None
         self.trace = Trace()
-        self._page_size = page_size
         self._owners: Mapping[int, str] = {}
 
     def see(self, batch: ForwardBatch, output: TargetOutput) -> None:
@@ -159,16 +150,10 @@ class _Watch:
                 self.trace.rounds.setdefault(item.request_id, []).append((drafted, accepted))
         return result
 
-    def _state(self, slot: int, page_ids: tuple[int, ...], num_tokens: int) -> State:
+    def _state(self, slot: int, page_ids: tuple[int, ...], num_tokens: int) -> CacheSnapshot:
         assert self.runner is not None, "set when the engine is built"
-        latents, recurrent = self.runner.caches.latents, self.runner.caches.recurrent
-        size = self._page_size
-        rows = [page_ids[position // size] * size + position % size for position in range(num_tokens)]
-        return State(
-            kda_LHVK=recurrent._state_LBHVK[:, slot].clone(),
-            conv_LWD=recurrent._window_LBWD[:, slot].clone(),
-            latents_LTC=latents._rows_LRC[:, rows].clone(),
-        )
+        caches = self.runner.caches
+        return caches.snapshot(slot, cache_rows(caches, page_ids, num_tokens))
 
 
 def ask(
@@ -191,9 +176,9 @@ def unequal(trace: Trace, reference: Trace, names: Sequence[str]) -> list[str]:
     for key in reference.states.keys() & trace.states.keys():
         ours, theirs = trace.states[key], reference.states[key]
         pairs = (
-            (ours.kda_LHVK, theirs.kda_LHVK),
-            (ours.conv_LWD, theirs.conv_LWD),
-            (ours.latents_LTC, theirs.latents_LTC),
+            (ours.recurrent.state_LHVK, theirs.recurrent.state_LHVK),
+            (ours.recurrent.window_LWD, theirs.recurrent.window_LWD),
+            (ours.latents_LRC, theirs.latents_LRC),
         )
         if key[0] in names and not all(_same(one, other) for one, other in pairs):
             found.append(f"state of {key[0]} after {key[1]}")

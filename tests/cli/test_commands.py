@@ -1,6 +1,5 @@
 """Commands from the line to the output, on toy checkpoints without a tokenizer."""
 
-import base64
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ import torch
 import outrider.engine.runner
 from outrider.cli import main
 from outrider.plan import StepPlan, StepResult
-from outrider.testing.toy import ToyOptions, write_toy_checkpoint
+from outrider.testing.toy import ToyOptions, write_byte_tokenizer, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
 PROMPT = "5,9,2,40,7,7,31,12,3"
@@ -38,13 +37,7 @@ def talking_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     target = write_toy_checkpoint(folder / "target", options)
     drafter = ToyDrafterOptions(hidden_size=64, num_target_layers=4, aux_layer_ids=(0, 1, 2), vocab_size=600)
     write_toy_drafter(folder / "drafter", drafter, dtype=torch.bfloat16)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"eos_token_id": 511}))
-    ranks = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
-    (target / "tiktoken.model").write_bytes(b"".join(ranks))
-    names = ("[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>")
-    named = {str(256 + index): {"content": name, "special": True} for index, name in enumerate(names)}
-    (target / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": named}))
+    write_byte_tokenizer(target, eos_token_id=511)
     return str(target), str(folder / "drafter")
 
 

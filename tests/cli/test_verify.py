@@ -1,6 +1,5 @@
 """`outrider verify` on a toy pair: it passes what is right, finds every planted fault, and says what it saw."""
 
-import base64
 import json
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from outrider.cli import main
 from outrider.testing.faults import FAULTS
 from outrider.testing.grid import default_grid
-from outrider.testing.toy import ToyOptions, write_toy_checkpoint
+from outrider.testing.toy import ToyOptions, write_byte_tokenizer, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
 NUM_PROMPTS, MAX_TOKENS, BLOCK = 5, 6, 2
@@ -26,13 +25,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         hidden_size=64, num_layers=1, num_target_layers=3, aux_layer_ids=(0, 1), vocab_size=600, block_rows=BLOCK
     )
     write_toy_drafter(folder / "drafter", drafter, dtype=torch.bfloat16)
-    config = json.loads((target / "config.json").read_text())
-    (target / "config.json").write_text(json.dumps(config | {"eos_token_id": 511}))
-    ranks = [base64.b64encode(bytes([byte])) + b" %d\n" % byte for byte in range(256)]
-    (target / "tiktoken.model").write_bytes(b"".join(ranks))
-    names = ("[EOS]", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>")
-    named = {str(256 + index): {"content": name, "special": True} for index, name in enumerate(names)}
-    (target / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": named}))
+    write_byte_tokenizer(target, eos_token_id=511)
     texts = [f"question {index} " * (1 + 3 * index) for index in range(NUM_PROMPTS)]
     rows = [{"question_id": f"q{i}", "category": "a", "sub_category": "s", "turns": [t]} for i, t in enumerate(texts)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -65,7 +65,7 @@ def test_target_cross_check(lab, reference: Reference) -> None:
         assert float((found - expected).abs().max()) < TOLERANCE
         assert int(expected.argmax()) == reference.token_ids[position + 1]
     layers = here.bench.target.config.kda_layers
-    state_LHVK = trace.states["r1", last].kda_LHVK
+    state_LHVK = trace.states["r1", last].recurrent.state_LHVK
     assert len(layers) == len(state_LHVK) == 10
     for index, layer in enumerate(layers):
         found, expected = state_LHVK[index].transpose(1, 2), reference.output.kda_states[layer]
