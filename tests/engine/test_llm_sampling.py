@@ -61,7 +61,7 @@ def prompts() -> list[list[int]]:
     return [[dice.randrange(95) for _ in range(dice.choice([1, 5, 64, 70]))] for _ in ASKED]
 
 
-@pytest.mark.parametrize("dtype", ["float64"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
 def test_sampled_output_does_not_depend_on_speculation(paths: dict[str, Path], dtype: str) -> None:
     """Tokens and log probabilities bit for bit: plain and alone, and with drafts in company."""
     plain = load(paths, None, dtype, seqs=1).generate(prompts(), ASKED)
