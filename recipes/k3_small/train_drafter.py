@@ -41,7 +41,6 @@ LENGTHS = ((0.70, 512), (0.90, 1024), (1.01, 2048))  # row length until this sha
 MAX_LENGTH = 2048
 MIN_OUTPUTS = 16  # output tokens a row needs
 VALID_SHARE = 0.03  # of the rollouts, the last ones
-RELEASE = 0.75  # share of the budget after which the seeded search is trained too, at a falling rate
 SEED_ROWS = 32  # conversations the seeded drafter is fitted to
 
 
@@ -276,8 +275,7 @@ class DrafterTrainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        if progress < RELEASE:
-            self.pinned.restore()
+        self.pinned.restore()
         return result
 
     @torch.no_grad()
