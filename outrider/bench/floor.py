@@ -160,16 +160,17 @@ class MachineSpeed:
 
     device: torch.device
     clock: Callable[[], float] = time.perf_counter
-    read_rates: dict[int, float] = field(default_factory=dict)  # buffer bytes -> bytes/s
+    read_rates: dict[int, dict[str, float]] = field(default_factory=dict)  # buffer bytes -> way -> bytes/s
     product_rates: dict[str, float] = field(default_factory=dict)  # what was multiplied -> operations/s
 
     def measure_reads(self, sizes: Sequence[int]) -> None:
         """Measure the streaming read of a buffer of each size; sizes within a quarter share one."""
         for size in sizes:
             if self._bucket(size) is None:
-                self.read_rates[size] = 0.0
-        for size in self.read_rates:
-            self.read_rates[size] = max(self.read_rates[size], self._read_rate(size))
+                self.read_rates[size] = {}
+        for size, rates in self.read_rates.items():
+            for way, rate in self._read_rates_of(size).items():
+                rates[way] = max(rates.get(way, 0.0), rate)
 
     def measure_products(self, dtype: torch.dtype) -> None:
         """Measure products in ``dtype`` and in float32."""
@@ -184,7 +185,7 @@ class MachineSpeed:
         """The fastest streaming read of a buffer of about ``size`` bytes, which has been measured."""
         bucket = self._bucket(size)
         assert bucket is not None, f"no read of about {size} bytes was measured"
-        return self.read_rates[bucket]
+        return max(self.read_rates[bucket].values())
 
     @property
     def operations_per_s(self) -> float:
@@ -195,14 +196,13 @@ class MachineSpeed:
         near = [known for known in self.read_rates if max(known, size) <= BUCKET**0.5 * min(known, size)]
         return min(near, key=lambda known: abs(known - size)) if near else None
 
-    def _read_rate(self, size: int) -> float:
-        """Bytes a second of the best of several ways to read every byte of a buffer once."""
+    def _read_rates_of(self, size: int) -> dict[str, float]:
+        """Bytes a second of several ways to read every byte of a buffer once."""
         buffer_RC = torch.ones(max(1, size // (4 * READ_COLUMNS)), READ_COLUMNS, device=self.device)
         num_threads = torch.get_num_threads()
         with ThreadPoolExecutor(num_threads) as pool:
             ways = reading_ways(buffer_RC, pool if num_threads > 1 else None)
-            fastest_s = min(self._fastest_s(way, READ_SECONDS) for way in ways)
-        return buffer_RC.nbytes / fastest_s
+            return {name: buffer_RC.nbytes / self._fastest_s(way, READ_SECONDS) for name, way in ways.items()}
 
     def _product_rate(self, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
         left_RI = torch.rand(rows, inner, device=self.device).to(dtype)

@@ -55,7 +55,7 @@ class StepResults:
     """All cells that were asked for, and the speeds that their floors rest on."""
 
     cells: tuple[StepCell, ...]
-    read_rates: Mapping[int, float]  # buffer bytes -> bytes/s
+    read_rates: Mapping[int, Mapping[str, float]]  # buffer bytes -> way of reading -> bytes/s
     product_rates: Mapping[str, float]  # operations/s
     num_repeats: int
 

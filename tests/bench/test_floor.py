@@ -1,5 +1,6 @@
 """Bytes and operations of a step counted another way, and speeds with a clock that the test moves."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from outrider.bench.floor import (
     step_floor_s,
     step_operations,
 )
+from outrider.bench.streaming import ABSENT_BYTE, reading_ways
 from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.weights import CheckpointReader
 from outrider.testing.toy import ToyOptions
@@ -81,7 +83,10 @@ def test_rates_are_sizes_over_the_shortest_time_and_only_rise() -> None:
     clock = Clock(0.5)
     speed = MachineSpeed(torch.device("cpu"), clock)
     speed.measure_reads([40960, 44000, 409600])
-    assert speed.read_rates == {40960: 40960 / 0.5, 409600: 409600 / 0.5}
+    assert {size: set(rates.values()) for size, rates in speed.read_rates.items()} == {
+        40960: {40960 / 0.5}, 409600: {409600 / 0.5},
+    }  # fmt: skip
+    assert {"byte search", "sum"} <= speed.read_rates[40960].keys()
     assert speed.bytes_per_s(44000) == speed.bytes_per_s(40960) == 40960 / 0.5
     clock.step_s = 0.25
     speed.measure_reads([])
@@ -89,6 +94,30 @@ def test_rates_are_sizes_over_the_shortest_time_and_only_rise() -> None:
     clock.step_s = 0.5
     speed.measure_reads([])
     assert speed.bytes_per_s(40960) == 40960 / 0.25
+
+
+def test_the_fastest_way_of_reading_counts() -> None:
+    speed = MachineSpeed(torch.device("cpu"), read_rates={1000: {"sum": 3.0, "byte search": 7.0, "maximum": 5.0}})
+    assert speed.bytes_per_s(1001) == 7.0
+
+
+def test_the_byte_search_reads_to_the_end_of_the_buffer() -> None:
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        try:
+            with ThreadPoolExecutor(num_threads) as pool:
+                buffer_RC = torch.ones(3, 1024)
+                search = reading_ways(buffer_RC, pool if num_threads > 1 else None)["byte search"]
+                assert not _found(search())
+                buffer_RC.view(torch.uint8)[-1, -1] = ABSENT_BYTE
+                assert _found(search())
+        finally:
+            torch.set_num_threads(1)
+
+
+def _found(outcome: object) -> bool:
+    """Whether a search, of one thread or of several, met the byte."""
+    return any(outcome) if isinstance(outcome, list) else outcome is not None
 
 
 def test_the_fastest_product_counts() -> None:
