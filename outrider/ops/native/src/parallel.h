@@ -3,6 +3,8 @@
 // microseconds and then sleep. Which thread does a part must not change its result.
 #pragma once
 
+#include <type_traits>
+
 #include "common.h"
 
 namespace outrider {
@@ -21,7 +23,7 @@ void parallel_parts(int num_threads, int num_parts, Body&& body) {
     return;
   }
   run_parts(
-      num_threads, num_parts, [](void* context, int part) { (*static_cast<Body*>(context))(part); },
+      num_threads, num_parts, [](void* context, int part) { (*static_cast<std::remove_reference_t<Body>*>(context))(part); },
       const_cast<void*>(static_cast<const void*>(&body)));
 }
 
