@@ -59,7 +59,9 @@ def choose_kernels(
     """The kernels a model is built with, and how they were found."""
     shapes = _weight_shapes(config)
     report = resolve_numerics(_checks(config, shapes, dtype, device), choice, dtype=dtype, device=device)
-    return PLAIN_KERNELS if choice.mode == "fast" else _kernels(config, shapes, dtype, report.geometries), report
+    if choice.mode == "fast":
+        return PLAIN_KERNELS, report
+    return _kernels(config, shapes, dtype, device, report.geometries), report
 
 
 def model_checks(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -> tuple[OpCheck, ...]:
@@ -117,13 +119,16 @@ def _mix_check(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -
     return fixed_check(f"residual mix of {width}", find)
 
 
-def _kernels(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, geometries: Mapping[str, str]) -> Kernels:
+def _kernels(
+    config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: torch.device, geometries: Mapping[str, str]
+) -> Kernels:
     """Kernels in the geometries that were found; a default geometry is the default function."""
-    chosen = Kernels(linear=chosen_linear(LINEAR, shapes, dtype, geometries))
+    chosen = Kernels(linear=chosen_linear(LINEAR, shapes, dtype, device, geometries))
     moe = config.moe
     if moe is not None:
         router_shape = (moe.num_experts, config.hidden_size)
-        chosen = replace(chosen, router=chosen_linear(ROUTER, [router_shape], island_dtype(dtype), geometries))
+        router = chosen_linear(ROUTER, [router_shape], island_dtype(dtype), device, geometries)
+        chosen = replace(chosen, router=router)
         geometry = geometries[experts_name(moe.latent_size or config.hidden_size, moe.intermediate_size)]
         if geometry != BOTH_FORMS:
             product = experts_product(geometry, dtype)
