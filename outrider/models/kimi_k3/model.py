@@ -104,8 +104,7 @@ class KimiK3Model(nn.Module):
         # The embedding is indexed, not multiplied with; what is no matrix or no bfloat16 is left alone.
         pack_weights(self.linear, (weight for weight in self.parameters() if weight is not self.embedding))
         for layer in self._layers:
-            if isinstance(layer.attention, MlaAttention):
-                layer.attention.prepare()
+            layer.attention.prepare()
 
     def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
         """Tap "after layer t" for each 0-based t, in the given order; -1 is the embedding.
@@ -191,5 +190,6 @@ def cache_layouts(config: KimiK3Config, build: Build) -> tuple[PagedLayout, Recu
         state_dtype=build.island,
         conv_shape=(kda.conv_kernel_size - 1, 3 * kda.inner_size),
         conv_dtype=build.dtype,
+        fold=build.kernels.kda.commit,
     )
     return (latents, recurrent)
