@@ -44,11 +44,11 @@ class KdaAttention(nn.Module):
 
     def prepare(self) -> None:
         """Give the parameters to both forms of rows; call again whenever they change."""
-        parameters = self._parameters()
+        parameters = self._kda_parameters()
         self.run_prompt = self.form.bind_prompt(parameters, KDA_CHUNK)
         self.run_step = self.form.bind_step(parameters)
 
-    def _parameters(self) -> KdaParameters:
+    def _kda_parameters(self) -> KdaParameters:
         return KdaParameters(
             conv_CJ=self.conv.weight.detach(),
             a_log_H=self.a_log.weight.detach(),
