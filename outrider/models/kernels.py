@@ -21,7 +21,7 @@ class Kernels:
     router: LinearFunction = linear_padded
     experts: ExpertsFunction = routed_experts
     absorbed: AbsorbedFunction = mla_absorbed  # attention of decode and verify rows
-    kda: KdaForm = PLAIN_KDA  # decode and verify rows of the recurrent layers, and their commit
+    kda: KdaForm = PLAIN_KDA  # rows of the recurrent layers, and their commit
     norm: NormFunction = rms_norm
     mix_norm: MixNormFunction = residual_mix_norm  # what lies between two sublayers
     glu: GluFunction = glu_fused

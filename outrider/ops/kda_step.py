@@ -146,15 +146,15 @@ def kda_prompt(
 
 def _mixed(
     parameters: KdaParameters, rows: ProjectedRows, window_SXC: torch.Tensor, layout: SpanLayout
-) -> tuple[torch.Tensor, ...]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k, v after conv and SiLU, log decay and beta: what the recurrence takes."""
     heads = (-1, *parameters.dt_bias_HK.shape)
     mixed_TC = short_conv(rows.inputs_TC, window_SXC, parameters.conv_CJ, layout)
     log_decay_THK = kda_gate(
         rows.forget_TI.reshape(heads), parameters.a_log_H, parameters.dt_bias_HK, parameters.lower_bound
     )
-    q_k_v = torch.unbind(mixed_TC.view(layout.num_rows, 3, *heads[1:]), dim=1)
-    return *q_k_v, log_decay_THK, kda_beta(rows.beta_TH)
+    q_THK, k_THK, v_THW = torch.unbind(mixed_TC.view(layout.num_rows, 3, *heads[1:]), dim=1)
+    return q_THK, k_THK, v_THW, log_decay_THK, kda_beta(rows.beta_TH)
 
 
 def _gated(parameters: KdaParameters, out_THW: torch.Tensor, rows: ProjectedRows) -> torch.Tensor:

@@ -110,8 +110,8 @@ class _Rows:
         if self.seats is None or self.seats() is not seats:
             self.seats, self.seats_record = weakref.ref(seats), _seats_record(seats, num_layers=1)
         num_rows = layout.num_rows
-        _check_rows(rows, num_rows)
-        log_rows = seats.inputs_RC.shape[0]
+        parts = (rows.inputs_TC, rows.gate_TI, rows.forget_TI, rows.beta_TH)
+        log_rows = seats.inputs_RC.size(0)
         assert self.is_prompt or num_rows <= log_rows, f"{num_rows} rows exceed a log of {log_rows}"
         out_TI = torch.empty((num_rows, self.inner), dtype=torch.bfloat16)
         rows_SM, valid_SM, slots_S = (
@@ -119,23 +119,16 @@ class _Rows:
             layout.valid_SM.contiguous(),
             slots_S.contiguous(),
         )
-        num_sequences, max_length = valid_SM.shape
         self.function(
             self.address,
             ctypes.addressof(self.seats_record),
-            rows.inputs_TC.data_ptr(),
-            rows.gate_TI.data_ptr(),
-            rows.forget_TI.data_ptr(),
-            rows.beta_TH.data_ptr(),
-            rows.inputs_TC.stride(0),
-            rows.gate_TI.stride(0),
-            rows.forget_TI.stride(0),
-            rows.beta_TH.stride(0),
+            *[part.data_ptr() for part in parts],
+            *[_row_stride(part, num_rows) for part in parts],
             slots_S.data_ptr(),
             rows_SM.data_ptr(),
             valid_SM.data_ptr(),
-            num_sequences,
-            max_length,
+            valid_SM.size(0),
+            valid_SM.size(1),
             num_rows,
             self.is_prompt,
             out_TI.data_ptr(),
@@ -194,10 +187,11 @@ def _seats_record(seats: KdaSeats, *, num_layers: int) -> _Seats:
     )
 
 
-def _check_rows(rows: ProjectedRows, num_rows: int) -> None:
-    """Refuse what the C side would read wrongly."""
-    for tensor in (rows.inputs_TC, rows.gate_TI, rows.forget_TI, rows.beta_TH):
-        assert tensor.dtype == torch.bfloat16 and tensor.stride(1) == 1 and tensor.shape[0] == num_rows, (
-            f"projections of {tensor.dtype}, shape {tuple(tensor.shape)} and strides {tensor.stride()} where "
-            f"{num_rows} rows of contiguous bfloat16 are read"
-        )
+def _row_stride(part: torch.Tensor, num_rows: int) -> int:
+    """Elements between rows; refuses what the C side would read wrongly."""
+    row_stride, column_stride = part.stride()
+    assert part.dtype == torch.bfloat16 and column_stride == 1 and part.size(0) == num_rows, (
+        f"projections of {part.dtype}, shape {tuple(part.shape)} and strides {part.stride()} where {num_rows} rows "
+        "of contiguous bfloat16 are read"
+    )
+    return row_stride
