@@ -97,26 +97,24 @@ def test_a_native_form_that_depends_on_the_number_of_rows_is_found(name, monkeyp
     native = library_for(torch.bfloat16, CPU)
     if native is None:
         pytest.skip("no native operations on this machine")
-    sizes = (1e-6, torch.bfloat16, CPU, native)
-    form, attribute, shape_of, check = {
-        "linear": (PackedLinear, "__call__", lambda self, x, w: x.shape[0], probe_ops.linear_check(
-            "linear", (24, 40), *sizes[1:])),
-        "norm": (NativeNorm, "rms_norm", lambda self, x, *rest: x.shape[0], probe_ops.norm_check(40, *sizes)),
-        "mix": (NativeNorm, "rms_norm", None, probe_ops.mix_check(5, 40, *sizes)),
-        "activation": (NativeGlu, "__call__", lambda self, a, x: x.shape[0], probe_ops.activation_check(
-            SITU, 24, *sizes[1:])),
-    }[name]  # fmt: skip
+    dtype = torch.bfloat16
+    form, attribute, check = {
+        "linear": (PackedLinear, "__call__", probe_ops.linear_check("linear", (24, 40), dtype, CPU, native)),
+        "norm": (NativeNorm, "rms_norm", probe_ops.norm_check(40, 1e-6, dtype, CPU, native)),
+        "mix": (NativeNorm, "mix_norm", probe_ops.mix_check(5, 40, 1e-6, dtype, CPU, native)),
+        "activation": (NativeGlu, "__call__", probe_ops.activation_check(SITU, 24, dtype, CPU, native)),
+    }[name]
+    real = getattr(form, attribute)
+
+    def changed(*args):
+        out = real(*args)
+        rows = out[1] if name == "mix" else out
+        if rows.shape[0] > 4:
+            rows *= 1 + 2.0**-6
+        return out
+
     assert violation(check) is None
-    if name == "mix":
-        real = NativeNorm.mix_norm
-
-        def changed(self, candidates, *rest):
-            mixed, normed = real(self, candidates, *rest)
-            return mixed, normed * (1 + (candidates.shape[1] > 4))
-
-        monkeypatch.setattr(NativeNorm, "mix_norm", changed)
-    else:
-        monkeypatch.setattr(form, attribute, by_row_count(getattr(form, attribute), shape_of))
+    monkeypatch.setattr(form, attribute, changed)
     assert "differs" in violation(check)
     outcome = probe.run_checks([check])
     assert not outcome.lost and outcome.geometries[check.name] == check.geometries[1]
