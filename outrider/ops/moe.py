@@ -19,6 +19,9 @@ __all__ = [
     "Experts",
     "ExpertsFunction",
     "PackedExperts",
+    "PrepareRouted",
+    "RoutedFunction",
+    "Router",
     "Routing",
     "StackedExperts",
     "combine",
@@ -29,6 +32,7 @@ __all__ = [
     "routed_experts_loop",
     "routed_experts_plain",
     "routed_experts_reference",
+    "routed_path",
     "stack_experts",
 ]
 
@@ -47,6 +51,17 @@ class Routing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Router:
+    """How a layer chooses experts; arguments of ``route``."""
+
+    gate_weight_ED: torch.Tensor  # island dtype
+    correction_bias_E: torch.Tensor  # island dtype
+    top_k: int
+    renormalize: bool
+    scaling: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StackedExperts:
     """Weights of all experts in the compute dtype; gate and up projection share one product."""
 
@@ -57,6 +72,16 @@ class StackedExperts:
     def num_experts(self) -> int:
         """Experts in the stack."""
         return int(self.gate_up_EJL.shape[0])
+
+    @property
+    def width(self) -> int:
+        """Inputs and outputs of an expert, L."""
+        return int(self.down_ELI.shape[1])
+
+    @property
+    def inner(self) -> int:
+        """Width between its two products, I."""
+        return int(self.gate_up_EJL.shape[1]) // 2
 
     def expert(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Gate-up ``[J, L]`` and down ``[L, I]`` weights of one expert."""
@@ -78,6 +103,16 @@ class PackedExperts:
         """Experts in the stack."""
         return int(self.gate_up_packed_EJB.shape[0])
 
+    @property
+    def width(self) -> int:
+        """Inputs and outputs of an expert, L."""
+        return int(self.down_packed_ELB.shape[1])
+
+    @property
+    def inner(self) -> int:
+        """Width between its two products, I."""
+        return int(self.gate_up_packed_EJB.shape[1]) // 2
+
     def expert(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Decoded weights of one expert: exact, so equal to having unpacked them at load."""
         return (
@@ -88,6 +123,9 @@ class PackedExperts:
 
 Experts = StackedExperts | PackedExperts
 ExpertsFunction = Callable[[torch.Tensor, Routing, Experts, Activation], torch.Tensor]
+# The whole routed path of a layer, (router input [T, D], expert input [T, L]) -> [T, L], and what makes one of weights.
+RoutedFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+PrepareRouted = Callable[[Router, Experts, Activation], RoutedFunction]
 
 
 def stack_experts(w1_EIL: torch.Tensor, w3_EIL: torch.Tensor, w2_ELI: torch.Tensor) -> StackedExperts:
@@ -129,6 +167,39 @@ def route(
             total_T1 = total_T1 + weights_TX[:, x : x + 1]
         weights_TX = weights_TX / (total_T1 + 1e-20)
     return Routing(expert_ids_TX=expert_ids_TX, weights_TX=weights_TX * scaling)
+
+
+def routed_path(
+    x_TD: torch.Tensor,
+    x_TL: torch.Tensor,
+    router: Router,
+    experts: Experts,
+    activation: Activation,
+    *,
+    product: LinearFunction = linear_padded,
+    run_experts: ExpertsFunction | None = None,
+) -> torch.Tensor:
+    """Router, experts and combine, ``[T, L]`` in the dtype of x.
+
+    Args:
+        x_TD: router input.
+        x_TL: what the experts see.
+        router: weights and settings of ``route``.
+        experts: weights of the experts.
+        activation: between their two products.
+        product: of the rows with the router's weight.
+        run_experts: form of the experts; None takes ``routed_experts``.
+    """
+    routing = route(
+        x_TD,
+        router.gate_weight_ED,
+        router.correction_bias_E,
+        top_k=router.top_k,
+        renormalize=router.renormalize,
+        scaling=router.scaling,
+        product=product,
+    )
+    return (run_experts or routed_experts)(x_TL, routing, experts, activation)
 
 
 def combine(outputs_TXL: torch.Tensor, weights_TX: torch.Tensor) -> torch.Tensor:

@@ -106,6 +106,8 @@ class KimiK3Model(nn.Module):
         for layer in self._layers:
             if isinstance(layer.attention, MlaAttention):
                 layer.attention.prepare()
+            if isinstance(layer.ffn, MoeFfn):
+                layer.ffn.prepare()
 
     def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
         """Tap "after layer t" for each 0-based t, in the given order; -1 is the embedding.

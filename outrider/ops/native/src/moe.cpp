@@ -381,8 +381,8 @@ template <class Body>
 void spread(int num_threads, std::int64_t count, std::int64_t work, Body&& body) {
   if (num_threads <= 1 || count <= 1 || work < MIN_PARALLEL_WORK) return body(std::int64_t{0}, count);
   int num_parts = static_cast<int>(min64(count, 4 * static_cast<std::int64_t>(num_threads)));
-  auto part_body = [&](int part) { body(count * part / num_parts, count * (part + 1) / num_parts); };
-  parallel_parts(num_threads, num_parts, part_body);
+  parallel_parts(num_threads, num_parts,
+                 [&](int part) { body(count * part / num_parts, count * (part + 1) / num_parts); });
 }
 
 // ---- Router ----------------------------------------------------------------------------------------------------
