@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.ops.activation import Activation
-from outrider.ops.moe import Experts, PackedExperts, Router, Routing
+from outrider.ops.moe import Experts, PackedExperts, Router, Routing, StackedExperts
 from outrider.ops.native.library import INT, POINTER, Library
 
 __all__ = ["RoutedExperts"]
@@ -92,7 +92,9 @@ class RoutedExperts:
         self._address = ctypes.addressof(self._layer)
         self._routed = native.function("moe_routed", [POINTER, POINTER, INT, POINTER, INT, INT, POINTER, INT])
         self._route = native.function("moe_route", [POINTER, POINTER, INT, INT, POINTER, POINTER, INT])
-        self._experts = native.function("moe_experts", [POINTER, POINTER, INT, INT, POINTER, POINTER, POINTER, INT], INT)
+        self._experts = native.function(
+            "moe_experts", [POINTER, POINTER, INT, INT, POINTER, POINTER, POINTER, INT], INT
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -172,7 +174,7 @@ def _packed_blocks(experts: PackedExperts) -> Blocks:
     return gate_up, gate_up_scales, down, down_scales
 
 
-def _unpacked_blocks(experts: Experts) -> Blocks:
+def _unpacked_blocks(experts: StackedExperts) -> Blocks:
     gate_up_EJL, down_ELI = experts.gate_up_EJL, experts.down_ELI
     assert gate_up_EJL.dtype == down_ELI.dtype == torch.bfloat16, "unpacked experts are bfloat16"
     gate_up = _each_expert(lambda rows: _value_blocks(_alternating(rows)), gate_up_EJL)
