@@ -53,7 +53,7 @@ Ints = Annotated[tuple[int, ...], _comma_separated(int, "1,2,3")]
 Biases = Annotated[tuple[tuple[int, float], ...], _biases()]
 Names = Annotated[tuple[str, ...], _comma_separated(str, "a,b")]
 Dtype = Literal["auto", "float64", "float32", "bfloat16"]
-Experts = Literal["unpacked", "packed"]
+Experts = Literal["auto", "unpacked", "packed"]
 Acceptance = Literal["match", "rejection", "block"]
 Numerics = Literal["exact", "fast"]
 Probe = Literal["auto", "force", "skip"]
@@ -114,8 +114,8 @@ class Generate:
     """Number format of the model; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
-    experts: Experts = "unpacked"
-    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    experts: Experts = "auto"
+    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
     numerics: Numerics = "exact"
     """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
     probe: Probe = "auto"
@@ -172,8 +172,8 @@ class BenchAb:
     """Number format of the models; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
-    experts: Experts = "unpacked"
-    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    experts: Experts = "auto"
+    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
     numerics: Numerics = "exact"
     """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
     probe: Probe = "auto"
@@ -202,8 +202,8 @@ class BenchNumerics:
     """Number format of the model; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
-    experts: Experts = "unpacked"
-    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    experts: Experts = "auto"
+    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
     json: str = ""
     """File for the results."""
 
@@ -240,8 +240,8 @@ class Logits:
     """Number format of the model; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
-    experts: Experts = "unpacked"
-    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    experts: Experts = "auto"
+    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
     numerics: Numerics = "exact"
     """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
     probe: Probe = "auto"
@@ -274,8 +274,8 @@ class Verify:
     """Number format of the models; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
-    experts: Experts = "unpacked"
-    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    experts: Experts = "auto"
+    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
 
 
 subcommand = tyro.conf.subcommand

@@ -21,6 +21,8 @@ from outrider.ops.linear import (
 )
 from outrider.ops.moe import (
     BATCHED_MAX_ROWS,
+    PrepareRouted,
+    Router,
     Routing,
     StackedExperts,
     expert_product,
@@ -61,6 +63,7 @@ __all__ = [
     "norm_check",
     "norm_name",
     "probed_shape",
+    "routed_check",
     "sigmoid_gate_check",
     "tiles_named",
 ]
@@ -187,6 +190,34 @@ def norm_check(
 def _row_forms(native: Library | None) -> tuple[str, ...]:
     """Geometries of an operation that has a torch form and, with a library, a native one."""
     return (FIXED,) if native is None else (native.geometry, FIXED)
+
+
+def routed_check(
+    prepare: PrepareRouted, num_experts: int, model_width: int, width: int, inner: int, activation: Activation
+) -> OpCheck:
+    """Router, experts and combine in one call, in bfloat16 on the CPU."""
+    dtype, device = torch.bfloat16, torch.device("cpu")
+    stack = min(num_experts, PROBE_EXPERTS)
+
+    def find() -> str | None:
+        router = Router(
+            gate_weight_ED=random_rows(stack, model_width, dtype=torch.float32, device=device),
+            correction_bias_E=random_rows(stack, dtype=torch.float32, device=device),
+            top_k=(stack + 1) // 2,
+            renormalize=True,
+            scaling=1.0,
+        )
+        experts = StackedExperts(
+            gate_up_EJL=random_rows(stack, 2 * inner, width, dtype=dtype, device=device, seed=2),
+            down_ELI=random_rows(stack, width, inner, dtype=dtype, device=device, seed=3),
+        )
+        routed = prepare(router, experts, activation)
+        rows_3F = random_rows(NUM_ROWS, model_width + width, dtype=dtype, device=device, seed=4)
+        return company_violation(
+            lambda x_NF: routed(x_NF[:, :model_width], x_NF[:, model_width:]), rows_3F, cases=FEW_CASES
+        )
+
+    return fixed_check(f"router {num_experts}x{model_width} and {experts_name(width, inner)} in one call", find)
 
 
 def norm_name(width: int) -> str:

@@ -12,7 +12,7 @@ from outrider.errors import ConfigError
 from outrider.models.kimi_k3.config import KimiK3Config
 from outrider.models.kimi_k3.kda import KDA_CHUNK, KdaAttention
 from outrider.models.kimi_k3.mla import MlaAttention
-from outrider.models.kimi_k3.moe import DenseFfn, ExpertForm, MoeFfn
+from outrider.models.kimi_k3.moe import DenseFfn, ExpertStorage, MoeFfn
 from outrider.models.kimi_k3.residual import ResidualMix, ResidualStream
 from outrider.models.kimi_k3.step import StepIndex
 from outrider.models.layers import Build
@@ -28,7 +28,7 @@ __all__ = ["DecoderLayer", "KimiK3Model", "cache_layouts"]
 class DecoderLayer(nn.Module):
     """One layer: two sublayers, each fed by a mix of the residual stream and a norm (section 4.3)."""
 
-    def __init__(self, config: KimiK3Config, i: int, experts: ExpertForm, build: Build) -> None:
+    def __init__(self, config: KimiK3Config, i: int, experts: ExpertStorage, build: Build) -> None:
         super().__init__()
         width, eps, block = config.hidden_size, config.rms_norm_eps, config.attn_res_block_size
         self.eps = eps
@@ -76,7 +76,7 @@ class KimiK3Model(nn.Module):
     chunk_multiple = KDA_CHUNK
 
     def __init__(
-        self, config: KimiK3Config, *, experts: ExpertForm, build: Build, numerics: NumericsReport = UNPROBED
+        self, config: KimiK3Config, *, experts: ExpertStorage, build: Build, numerics: NumericsReport = UNPROBED
     ) -> None:
         super().__init__()
         self.config = config

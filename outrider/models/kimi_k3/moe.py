@@ -13,9 +13,10 @@ from outrider.models.layers import Build
 from outrider.ops.activation import Activation
 from outrider.ops.moe import PackedExperts, RoutedFunction, Router, StackedExperts, routed_path
 
-__all__ = ["DenseFfn", "ExpertForm", "MoeFfn"]
+__all__ = ["DenseFfn", "ExpertForm", "ExpertStorage", "MoeFfn"]
 
-ExpertForm = Literal["unpacked", "packed"]
+ExpertStorage = Literal["unpacked", "packed"]
+ExpertForm = Literal["auto", "unpacked", "packed"]  # as asked for; auto is settled when a checkpoint is loaded
 
 
 class DenseFfn(nn.Module):
@@ -76,7 +77,7 @@ class MoeFfn(nn.Module):
         hidden_size: int,
         eps: float,
         activation: Activation,
-        experts: ExpertForm,
+        experts: ExpertStorage,
         build: Build,
     ) -> None:
         super().__init__()

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from outrider.models.kernels import PLAIN_KERNELS, Kernels
-from outrider.models.kimi_k3.config import KimiK3Config
+from outrider.models.kimi_k3.config import KimiK3Config, MoeConfig
 from outrider.models.kimi_k3.kda import KDA_CHUNK
 from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.layers import Build, IslandParameter
@@ -22,8 +22,9 @@ from outrider.models.numerics import (
 from outrider.ops.activation import Activation
 from outrider.ops.attention import mla_absorbed
 from outrider.ops.invariant import ROW_TILE, island_dtype
-from outrider.ops.moe import routed_experts_loop
+from outrider.ops.moe import PrepareRouted, routed_experts_loop
 from outrider.ops.native.library import library_for
+from outrider.ops.native.moe import RoutedExperts
 from outrider.ops.probe import OpCheck
 from outrider.ops.probe_mixers import (
     MlaSizes,
@@ -47,6 +48,7 @@ from outrider.ops.probe_ops import (
     mix_name,
     norm_check,
     norm_name,
+    routed_check,
     sigmoid_gate_check,
 )
 
@@ -75,13 +77,10 @@ def model_checks(config: KimiK3Config, dtype: torch.dtype, device: torch.device)
 
 
 def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> tuple[OpCheck, ...]:
-    island, moe = island_dtype(dtype), config.moe
     checks = list(linear_checks(LINEAR, shapes, dtype, device))
     activation = _activation(config)
-    if moe is not None:
-        width = moe.latent_size or config.hidden_size
-        checks += linear_checks(ROUTER, [(moe.num_experts, config.hidden_size)], island, device)
-        checks.append(experts_check(moe.num_experts, width, moe.intermediate_size, activation, dtype, device))
+    if config.moe is not None:
+        checks += _moe_checks(config, config.moe, dtype, device)
     native = library_for(dtype, device)
     checks += [activation_check(activation, inner, dtype, device, native) for inner in sorted(_inner_sizes(config))]
     checks += [norm_check(width, config.rms_norm_eps, dtype, device, native) for width in sorted(_norm_widths(config))]
@@ -96,6 +95,19 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
         if config.mla.output_gate:
             checks.append(sigmoid_gate_check(sizes.num_heads * sizes.value_dim, dtype, device))
     return tuple(checks)
+
+
+def _moe_checks(config: KimiK3Config, moe: MoeConfig, dtype: torch.dtype, device: torch.device) -> list[OpCheck]:
+    """The routed path in one call where there is a native one, else its parts."""
+    width, activation = moe.latent_size or config.hidden_size, _activation(config)
+    prepare = _prepare_routed(dtype, device)
+    if prepare is not None:
+        sizes = (moe.num_experts, config.hidden_size, width, moe.intermediate_size)
+        return [routed_check(prepare, *sizes, activation)]
+    return [
+        *linear_checks(ROUTER, [(moe.num_experts, config.hidden_size)], island_dtype(dtype), device),
+        experts_check(moe.num_experts, width, moe.intermediate_size, activation, dtype, device),
+    ]
 
 
 def _kda_checks(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -> list[OpCheck]:
@@ -114,15 +126,8 @@ def _kernels(
 ) -> Kernels:
     """Kernels in the geometries that were found; a default geometry is the default function."""
     chosen = Kernels(linear=chosen_linear(LINEAR, shapes, dtype, device, geometries))
-    moe = config.moe
-    if moe is not None:
-        router_shape = (moe.num_experts, config.hidden_size)
-        router = chosen_linear(ROUTER, [router_shape], island_dtype(dtype), device, geometries)
-        chosen = replace(chosen, router=router)
-        geometry = geometries[experts_name(moe.latent_size or config.hidden_size, moe.intermediate_size)]
-        if geometry != BOTH_FORMS:
-            product = experts_product(geometry, dtype)
-            chosen = replace(chosen, experts=partial(routed_experts_loop, product=product))
+    if config.moe is not None:
+        chosen = _with_moe_kernels(chosen, config, config.moe, dtype, device, geometries)
     if config.mla_layers:
         row_tile = query_tile_named(geometries[absorbed_name(_mla_sizes(config))])
         if row_tile != ROW_TILE:
@@ -136,6 +141,31 @@ def _kernels(
         device=device,
         geometries=geometries,
     )
+
+
+def _with_moe_kernels(
+    chosen: Kernels,
+    config: KimiK3Config,
+    moe: MoeConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    geometries: Mapping[str, str],
+) -> Kernels:
+    prepare = _prepare_routed(dtype, device)
+    if prepare is not None:
+        return replace(chosen, routed=prepare)
+    router_shape = (moe.num_experts, config.hidden_size)
+    chosen = replace(chosen, router=chosen_linear(ROUTER, [router_shape], island_dtype(dtype), device, geometries))
+    geometry = geometries[experts_name(moe.latent_size or config.hidden_size, moe.intermediate_size)]
+    if geometry == BOTH_FORMS:
+        return chosen
+    return replace(chosen, experts=partial(routed_experts_loop, product=experts_product(geometry, dtype)))
+
+
+def _prepare_routed(dtype: torch.dtype, device: torch.device) -> PrepareRouted | None:
+    """Router and experts in one native call, where there is one."""
+    native = library_for(dtype, device)
+    return None if native is None else partial(RoutedExperts, native)
 
 
 def _activation(config: KimiK3Config) -> Activation:

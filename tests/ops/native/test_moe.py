@@ -276,7 +276,7 @@ def test_every_code_and_scale_decodes_as_the_torch_form(native):
     weights_JL = decode_mxfp4(codes[0], scales[0], torch.float64)
     gate, up = weights_JL.T.chunk(2, dim=-1)
     expected = gate * torch.sigmoid(gate) * up  # rows of the identity pick one input each
-    assert expected.abs().max() > 100 and 0 < expected[expected != 0].abs().min() < 1e-15
+    assert expected.abs().max() > 30 and 0 < expected[expected != 0].abs().min() < 1e-15
     assert torch.allclose(got.double(), expected, rtol=2.0**-8, atol=0)
 
 

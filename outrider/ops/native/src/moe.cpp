@@ -646,8 +646,8 @@ using namespace outrider;
 
 // Choose experts: x [T, D] with rows x_stride apart; to ids and weights [T, X].
 OUTRIDER_API void outrider_moe_route(const Layer* layer, const bf16* x, std::int64_t x_stride, std::int64_t num_rows,
-                                     std::int64_t* ids, float* weights, int num_threads) {
-  Routes routes = route(*layer, x, x_stride, num_rows, num_threads);
+                                     std::int64_t* ids, float* weights, std::int64_t num_threads) {
+  Routes routes = route(*layer, x, x_stride, num_rows, static_cast<int>(num_threads));
   for (std::int64_t p = 0; p < num_rows * layer->top_k; ++p) ids[p] = routes.ids[p];
   std::memcpy(weights, routes.weights, sizeof(float) * static_cast<std::size_t>(num_rows * layer->top_k));
 }
@@ -655,19 +655,20 @@ OUTRIDER_API void outrider_moe_route(const Layer* layer, const bf16* x, std::int
 // Expert outputs combined: z [T, L] with rows z_stride apart, ids and weights [T, X] whole; to out [T, L].
 // Returns 0, or 1 with nothing written where an id is outside 0..E-1.
 OUTRIDER_API int outrider_moe_experts(const Layer* layer, const bf16* z, std::int64_t z_stride, std::int64_t num_rows,
-                                      const std::int64_t* ids, const float* weights, bf16* out, int num_threads) {
+                                      const std::int64_t* ids, const float* weights, bf16* out, std::int64_t num_threads) {
   std::int64_t num_pairs = num_rows * layer->top_k;
   std::int32_t* narrow_ids = scratch().ids.get(num_pairs);
   for (std::int64_t p = 0; p < num_pairs; ++p) {
     if (ids[p] < 0 || ids[p] >= layer->num_experts) return 1;
     narrow_ids[p] = static_cast<std::int32_t>(ids[p]);
   }
-  experts(*layer, z, z_stride, num_rows, {narrow_ids, weights}, out, num_threads);
+  experts(*layer, z, z_stride, num_rows, {narrow_ids, weights}, out, static_cast<int>(num_threads));
   return 0;
 }
 
 // Both at once, with the bits of one after the other.
 OUTRIDER_API void outrider_moe_routed(const Layer* layer, const bf16* x, std::int64_t x_stride, const bf16* z,
-                                      std::int64_t z_stride, std::int64_t num_rows, bf16* out, int num_threads) {
-  experts(*layer, z, z_stride, num_rows, route(*layer, x, x_stride, num_rows, num_threads), out, num_threads);
+                                      std::int64_t z_stride, std::int64_t num_rows, bf16* out, std::int64_t num_threads) {
+  int threads = static_cast<int>(num_threads);
+  experts(*layer, z, z_stride, num_rows, route(*layer, x, x_stride, num_rows, threads), out, threads);
 }
