@@ -509,15 +509,12 @@ Grouping group_by_expert(const std::int32_t* ids, std::int64_t num_pairs, std::i
 
 inline Vec rounded(Vec a) { return widen(narrow(a)); }
 
-// The gated activation of bfloat16 values, in the order of operations of ops/activation.py.
+// The gated activation of bfloat16 values, in the order of operations of ops/activation.py, except that x / beta is
+// x (1 / beta).
 inline Vec glu(const Layer& layer, Vec gate, Vec up) {
   if (layer.activation == SILU) return gate * sigmoid(gate) * up;
-  Vec beta = splat(layer.beta);
-  Vec bounded = tanh(gate / beta) * beta * sigmoid(gate);
-  if (layer.activation == SITU) {
-    Vec linear_beta = splat(layer.linear_beta);
-    up = tanh(up / linear_beta) * linear_beta;
-  }
+  Vec bounded = tanh(gate * splat(1.0f / layer.beta)) * splat(layer.beta) * sigmoid(gate);
+  if (layer.activation == SITU) up = tanh(up * splat(1.0f / layer.linear_beta)) * splat(layer.linear_beta);
   return bounded * up;
 }
 
