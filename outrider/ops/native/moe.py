@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.ops.activation import Activation
-from outrider.ops.moe import Experts, PackedExperts, Router, Routing, StackedExperts
+from outrider.ops.experts import Experts, PackedExperts, Router, Routing, StackedExperts
 from outrider.ops.native.library import INT, POINTER, Library
 
 __all__ = ["RoutedExperts"]
