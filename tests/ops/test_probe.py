@@ -10,6 +10,7 @@ from outrider.ops.activation import Activation
 from outrider.ops.native.activation import NativeGlu
 from outrider.ops.native.library import library_for
 from outrider.ops.native.linear import PackedLinear
+from outrider.ops.native.moe import RoutedExperts
 from outrider.ops.native.norm import NativeNorm
 
 CPU = torch.device("cpu")
@@ -88,7 +89,7 @@ def test_an_operation_that_depends_on_the_number_of_rows_is_found(name, monkeypa
     assert found is not None and ("differs" in found)
 
 
-@pytest.mark.parametrize("name", ["linear", "norm", "mix", "activation"])
+@pytest.mark.parametrize("name", ["linear", "norm", "mix", "activation", "routed"])
 def test_a_native_form_that_depends_on_the_number_of_rows_is_found(name, monkeypatch):
     """Then the torch form, which holds, is taken."""
     native = library_for(torch.bfloat16, CPU)
@@ -102,6 +103,8 @@ def test_a_native_form_that_depends_on_the_number_of_rows_is_found(name, monkeyp
         "mix": (NativeNorm, "rms_norm", None, probe_ops.mix_check(5, 40, *sizes)),
         "activation": (NativeGlu, "__call__", lambda self, a, x: x.shape[0], probe_ops.activation_check(
             SITU, 24, *sizes[1:])),
+        "routed": (RoutedExperts, "__call__", lambda self, x, z: x.shape[0], probe_ops.routed_check(
+            probe_ops.RoutedSizes(num_experts=5, model_width=20, width=40, inner=24), SITU, native)),
     }[name]  # fmt: skip
     assert violation(check) is None
     if name == "mix":

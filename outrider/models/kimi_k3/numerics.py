@@ -22,7 +22,7 @@ from outrider.models.numerics import (
 from outrider.ops.activation import Activation
 from outrider.ops.attention import mla_absorbed
 from outrider.ops.invariant import ROW_TILE, island_dtype
-from outrider.ops.moe import PrepareRouted, routed_experts_loop
+from outrider.ops.moe import routed_experts_loop
 from outrider.ops.native.library import library_for
 from outrider.ops.native.moe import RoutedExperts
 from outrider.ops.probe import OpCheck
@@ -37,6 +37,7 @@ from outrider.ops.probe_mixers import (
 )
 from outrider.ops.probe_ops import (
     BOTH_FORMS,
+    RoutedSizes,
     activation_check,
     activation_name,
     conv_check,
@@ -100,10 +101,8 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
 def _moe_checks(config: KimiK3Config, moe: MoeConfig, dtype: torch.dtype, device: torch.device) -> list[OpCheck]:
     """The routed path in one call where there is a native one, else its parts."""
     width, activation = moe.latent_size or config.hidden_size, _activation(config)
-    prepare = _prepare_routed(dtype, device)
-    if prepare is not None:
-        sizes = (moe.num_experts, config.hidden_size, width, moe.intermediate_size)
-        return [routed_check(prepare, *sizes, activation)]
+    if (native := library_for(dtype, device)) is not None:
+        return [routed_check(_routed_sizes(config, moe), activation, native)]
     return [
         *linear_checks(ROUTER, [(moe.num_experts, config.hidden_size)], island_dtype(dtype), device),
         experts_check(moe.num_experts, width, moe.intermediate_size, activation, dtype, device),
@@ -151,9 +150,9 @@ def _with_moe_kernels(
     device: torch.device,
     geometries: Mapping[str, str],
 ) -> Kernels:
-    prepare = _prepare_routed(dtype, device)
-    if prepare is not None:
-        return replace(chosen, routed=prepare)
+    if (native := library_for(dtype, device)) is not None:
+        holds = geometries[_routed_sizes(config, moe).name] == native.geometry
+        return replace(chosen, routed=partial(RoutedExperts, native)) if holds else chosen
     router_shape = (moe.num_experts, config.hidden_size)
     chosen = replace(chosen, router=chosen_linear(ROUTER, [router_shape], island_dtype(dtype), device, geometries))
     geometry = geometries[experts_name(moe.latent_size or config.hidden_size, moe.intermediate_size)]
@@ -162,10 +161,13 @@ def _with_moe_kernels(
     return replace(chosen, experts=partial(routed_experts_loop, product=experts_product(geometry, dtype)))
 
 
-def _prepare_routed(dtype: torch.dtype, device: torch.device) -> PrepareRouted | None:
-    """Router and experts in one native call, where there is one."""
-    native = library_for(dtype, device)
-    return None if native is None else partial(RoutedExperts, native)
+def _routed_sizes(config: KimiK3Config, moe: MoeConfig) -> RoutedSizes:
+    return RoutedSizes(
+        num_experts=moe.num_experts,
+        model_width=config.hidden_size,
+        width=moe.latent_size or config.hidden_size,
+        inner=moe.intermediate_size,
+    )
 
 
 def _activation(config: KimiK3Config) -> Activation:
