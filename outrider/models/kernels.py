@@ -2,7 +2,15 @@
 
 from dataclasses import dataclass
 
-from outrider.ops.attention import AbsorbedFunction, mla_absorbed, mla_absorbed_plain
+from outrider.ops.attention import (
+    AbsorbedFunction,
+    AbsorbFunction,
+    AppendFunction,
+    absorb_weights,
+    append_latents,
+    mla_absorbed,
+    mla_absorbed_plain,
+)
 from outrider.ops.linear import LinearFunction, linear, linear_padded, linear_plain
 from outrider.ops.moe import ExpertsFunction, routed_experts, routed_experts_plain
 
@@ -17,6 +25,8 @@ class Kernels:
     router: LinearFunction = linear_padded
     experts: ExpertsFunction = routed_experts
     absorbed: AbsorbedFunction = mla_absorbed  # attention of decode and verify rows
+    absorb: AbsorbFunction = absorb_weights  # makes its weights
+    append_latents: AppendFunction = append_latents
 
 
 EXACT_KERNELS = Kernels()
