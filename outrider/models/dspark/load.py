@@ -5,6 +5,7 @@ from pathlib import Path
 from outrider.models.dspark.block import BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables, load_model
 from outrider.models.dspark.config import check_target
+from outrider.models.dspark.kernels import choose_block_kernels
 from outrider.models.dspark.model import DSparkModel
 from outrider.models.numerics import NumericsChoice, chosen_linear, linear_checks, resolve_numerics
 from outrider.models.protocol import TargetModel
@@ -58,6 +59,7 @@ def load_predictor(
         max_context=max_context,
         num_draft_tokens=num_draft_tokens,
         with_confidence=with_confidence,
+        block_kernels=choose_block_kernels(dtype, device),
     )
 
 

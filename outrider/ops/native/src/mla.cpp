@@ -3,11 +3,10 @@
 // Rounding to bfloat16 beyond that of the arguments and the result: the query in the latent space, the softmax weights
 // (tiles.h), the attended latent. Everything else accumulates in float32.
 
-#include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "common.h"
+#include "heads.h"
 #include "paged.h"
 #include "parallel.h"
 #include "pairs.h"
@@ -62,12 +61,9 @@ inline void store_row(bf16* out, const float* values, std::int64_t count) {
 
 // out = values * sigmoid(gate): the sigmoid rounds first, then the value, then their product.
 inline void store_gated(bf16* out, const float* values, const bf16* gate, std::int64_t count) {
-  alignas(64) bf16 rounded[Vec::W], open[Vec::W];
   for (std::int64_t c = 0; c < count; c += Vec::W) {
     int n = static_cast<int>(min64(Vec::W, count - c));
-    store(rounded, load(values + c));
-    store(open, sigmoid(load_n(gate + c, n)));
-    store_n(out + c, load(rounded) * load(open), n);
+    store_n(out + c, rounded(load(values + c)) * rounded(sigmoid(load_n(gate + c, n))), n);
   }
 }
 
@@ -187,18 +183,7 @@ OUTRIDER_API void outrider_append_latents(const bf16* row_TC, std::int64_t row_s
   for (std::int64_t t = 0; t < rows; ++t) {
     const bf16* row = row_TC + t * row_stride;
     bf16* target = cache + slots[t] * key;
-    Vec square = zero();
-    for (std::int64_t c = 0; c < latent; c += Vec::W) {
-      Vec x = load_n(row + c, static_cast<int>(min64(Vec::W, latent - c)));
-      square = fma(x, x, square);
-    }
-    float inverse = 1.0f / std::sqrt(reduce_add(square) / static_cast<float>(latent) + eps);
-    alignas(64) bf16 normed[Vec::W];
-    for (std::int64_t c = 0; c < latent; c += Vec::W) {
-      int n = static_cast<int>(min64(Vec::W, latent - c));
-      store(normed, load_n(row + c, n) * splat(inverse));
-      store_n(target + c, load(normed) * load_n(weight + c, n), n);
-    }
+    norm_row(row, weight, eps, latent, target);
     std::memcpy(target + latent, row + latent, sizeof(bf16) * static_cast<std::size_t>(rope));
   }
 }
