@@ -11,6 +11,8 @@ import torch
 from outrider.errors import ConfigError
 from outrider.models.probe_cache import probe_file, recall, remember
 from outrider.ops.linear import LinearFunction, LinearTable, linear, tile_candidates
+from outrider.ops.native.library import library_for
+from outrider.ops.native.linear import PackedLinear, native_geometry
 from outrider.ops.probe import OpCheck, ProbeOutcome, run_checks
 from outrider.ops.probe_ops import linear_check, probed_shape, tiles_named
 
@@ -131,19 +133,26 @@ def linear_checks(
 ) -> tuple[OpCheck, ...]:
     """One check for each shape that stands for some of the weights."""
     shapes = sorted({probed_shape(*shape) for shape in shapes_OI})
-    return tuple(linear_check(_name(label, shape), shape, dtype, device) for shape in shapes)
+    native = library_for(dtype, device)
+    return tuple(linear_check(_name(label, shape), shape, dtype, device, native) for shape in shapes)
 
 
 def chosen_linear(
-    label: str, shapes_OI: Iterable[tuple[int, int]], dtype: torch.dtype, geometries: Mapping[str, str]
+    label: str,
+    shapes_OI: Iterable[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    geometries: Mapping[str, str],
 ) -> LinearFunction:
     """The product of rows with these weights, each weight in the geometry that its check found."""
+    found = {shape: geometries[_name(label, probed_shape(*shape))] for shape in sorted(set(shapes_OI))}
+    native = library_for(dtype, device)
+    packed = frozenset(s for s, name in found.items() if native is not None and name == native_geometry(native))
     default = tile_candidates(dtype)[0]
-    tiles = {
-        shape: tiles_named(geometries[_name(label, probed_shape(*shape))], dtype) for shape in sorted(set(shapes_OI))
-    }
+    tiles = {shape: tiles_named(name, dtype) for shape, name in found.items() if shape not in packed}
     replaced = {shape: tile for shape, tile in tiles.items() if tile != default}
-    return LinearTable(tiles=replaced, dtype=dtype) if replaced else linear
+    others: LinearFunction = LinearTable(tiles=replaced, dtype=dtype) if replaced else linear
+    return others if native is None or not packed else PackedLinear(native, others, packed)
 
 
 def _name(label: str, shape_OI: tuple[int, int]) -> str:

@@ -11,7 +11,14 @@ import torch
 from outrider.ops.activation import Activation, glu_fused, sigmoid_gate
 from outrider.ops.conv import short_conv
 from outrider.ops.invariant import island_dtype
-from outrider.ops.linear import LinearFunction, RowTiles, cancelling_operands, linear_in_tiles, tile_candidates
+from outrider.ops.linear import (
+    LinearFunction,
+    RowTiles,
+    cancelling_operands,
+    linear,
+    linear_in_tiles,
+    tile_candidates,
+)
 from outrider.ops.moe import (
     BATCHED_MAX_ROWS,
     Routing,
@@ -20,6 +27,8 @@ from outrider.ops.moe import (
     routed_experts_batched,
     routed_experts_loop,
 )
+from outrider.ops.native.library import Library
+from outrider.ops.native.linear import PackedLinear, native_geometry
 from outrider.ops.norm import gated_rms_norm, rms_norm
 from outrider.ops.probe import (
     CASES,
@@ -67,27 +76,43 @@ def tiles_named(name: str, dtype: torch.dtype) -> RowTiles:
     return {tiles.name: tiles for tiles in tile_candidates(dtype)}[name]
 
 
-def linear_check(name: str, shape_OI: tuple[int, int], dtype: torch.dtype, device: torch.device) -> OpCheck:
-    """Products with a weight of ``probed_shape``; candidates are the row tiles of ``linear``."""
+def linear_check(
+    name: str, shape_OI: tuple[int, int], dtype: torch.dtype, device: torch.device, native: Library | None = None
+) -> OpCheck:
+    """Products with a weight of ``probed_shape``; candidates are the native form and the row tiles of ``linear``."""
     num_out, num_in = shape_OI
     cases = CASES if num_out * num_in <= LARGE_WEIGHT else FEW_CASES
 
     def find(geometry: str) -> str | None:
         random_OI = random_rows(num_out, num_in, dtype=dtype, device=device)
         random_3I = random_rows(NUM_ROWS, num_in, dtype=dtype, device=device, seed=2)
-        tiles = tiles_named(geometry, dtype)
         for weight_OI, rows_3I in ((random_OI, random_3I), cancelling_operands(random_OI, random_3I)):
-            product = partial(_in_tiles, weight_OI=weight_OI, tiles=tiles)
+            if native is not None and geometry == native_geometry(native):
+                product = _packed(native, weight_OI)
+            else:
+                product = partial(_in_tiles, weight_OI=weight_OI, tiles=tiles_named(geometry, dtype))
             if (violation := company_violation(product, rows_3I, cases=cases)) is not None:
                 return violation
         return None
 
     names = tuple(tiles.name for tiles in tile_candidates(dtype))
+    if native is not None:
+        names = (native_geometry(native), *names)
     return OpCheck(name=name, geometries=names, find_violation=find)
 
 
 def _in_tiles(x_NI: torch.Tensor, *, weight_OI: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
     return linear_in_tiles(x_NI, weight_OI, tiles)
+
+
+def _packed(native: Library, weight_OI: torch.Tensor) -> RowFunction:
+    product = PackedLinear(native, linear)
+    product.pack(weight_OI)
+    return partial(_of_weight, product=product, weight_OI=weight_OI)
+
+
+def _of_weight(x_NI: torch.Tensor, *, product: LinearFunction, weight_OI: torch.Tensor) -> torch.Tensor:
+    return product(x_NI, weight_OI)
 
 
 def experts_product(geometry: str, dtype: torch.dtype) -> LinearFunction:

@@ -8,7 +8,7 @@ Dims: S sequences, B block rows, G drafts kept, T flat rows, D model width, A ta
 L draft layers, R cache rows, H query heads, J key/value heads, K head width, P pages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from outrider.models.dspark.model import DSparkModel
 from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.ops.activation import Activation, glu_fused
 from outrider.ops.linear import LinearFunction
+from outrider.ops.native.linear import pack_weights
 from outrider.ops.native.markov import ChainWeights, chain_weights
 from outrider.ops.norm import rms_norm
 from outrider.ops.paged import PagedKeys, paged_keys
@@ -133,8 +134,18 @@ class BlockPredictor:
             None if model.d2t is None else torch.arange(config.draft_vocab_size, device=self._device) + model.d2t
         )
         self._offsets_B = torch.arange(config.num_block_rows, device=self._device)
+        pack_weights(linear, self._multiplied())
         self._block_kernels = block_kernels
         self._chain_weights = None if block_kernels.markov is None else self._native_chain_weights()
+
+    def _multiplied(self) -> Iterator[torch.Tensor]:
+        """Every matrix that rows are multiplied with; the joined ones stand for the projections in them."""
+        yield self._context_kv_OD
+        for layer in self._layers:
+            yield from (layer.qkv_OD, layer.output_DO, layer.gate_up_ID, layer.down_DI)
+        for name, weight in self._model.named_parameters():
+            if not name.startswith(("layers.", "markov_head.markov_w1.")):
+                yield weight
 
     def allocate_context(self, num_cache_rows: int) -> ContextCache:
         """Cache with as many rows as the target's paged cache."""

@@ -54,7 +54,7 @@ def load_predictor(
         model,
         embed=target.embed,
         head=target.head,
-        linear=chosen_linear(LINEAR, shapes, dtype, report.geometries) if exact else linear_plain,
+        linear=chosen_linear(LINEAR, shapes, dtype, device, report.geometries) if exact else linear_plain,
         numerics=report,
         max_context=max_context,
         num_draft_tokens=num_draft_tokens,

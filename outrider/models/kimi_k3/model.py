@@ -20,6 +20,7 @@ from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.models.protocol import AuxStream, TargetCaches
 from outrider.ops.activation import Activation
 from outrider.ops.linear import embedding
+from outrider.ops.native.linear import pack_weights
 from outrider.ops.norm import rms_norm
 
 __all__ = ["DecoderLayer", "KimiK3Model", "cache_layouts"]
@@ -102,6 +103,8 @@ class KimiK3Model(nn.Module):
 
     def prepare(self) -> None:
         """Derive what the weights imply; the loader calls it after filling them."""
+        # The embedding is indexed, not multiplied with; what is no matrix or no bfloat16 is left alone.
+        pack_weights(self.linear, (weight for weight in self.parameters() if weight is not self.embedding))
         for layer in self._layers:
             if isinstance(layer.attention, MlaAttention):
                 layer.attention.prepare()

@@ -23,6 +23,8 @@ from outrider.ops.activation import Activation
 from outrider.ops.attention import mla_absorbed
 from outrider.ops.invariant import ROW_TILE, island_dtype
 from outrider.ops.moe import routed_experts_loop
+from outrider.ops.native.library import Library, library_for
+from outrider.ops.native.mla import NativeMla, absorb_into_panels
 from outrider.ops.probe import NUM_ROWS, OpCheck, company_violation, fixed_check, random_rows
 from outrider.ops.probe_mixers import (
     MlaSizes,
@@ -59,7 +61,9 @@ def choose_kernels(
     """The kernels a model is built with, and how they were found."""
     shapes = _weight_shapes(config)
     report = resolve_numerics(_checks(config, shapes, dtype, device), choice, dtype=dtype, device=device)
-    return PLAIN_KERNELS if choice.mode == "fast" else _kernels(config, shapes, dtype, report.geometries), report
+    if choice.mode == "fast":
+        return PLAIN_KERNELS, report
+    return _kernels(config, shapes, dtype, device, report.geometries), report
 
 
 def model_checks(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -> tuple[OpCheck, ...]:
@@ -85,7 +89,7 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
         checks += _kda_checks(config, dtype, device)
     if config.mla_layers:
         sizes = _mla_sizes(config)
-        checks += [absorbed_check(sizes, dtype, device), expanded_check(sizes, dtype, device)]
+        checks += [absorbed_check(sizes, dtype, device, library_for(dtype, device)), expanded_check(sizes, dtype, device)]
         if config.mla.output_gate:
             checks.append(sigmoid_gate_check(sizes.num_heads * sizes.value_dim, dtype, device))
     return tuple(checks)
@@ -117,22 +121,34 @@ def _mix_check(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -
     return fixed_check(f"residual mix of {width}", find)
 
 
-def _kernels(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, geometries: Mapping[str, str]) -> Kernels:
+def _kernels(
+    config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: torch.device, geometries: Mapping[str, str]
+) -> Kernels:
     """Kernels in the geometries that were found; a default geometry is the default function."""
-    chosen = Kernels(linear=chosen_linear(LINEAR, shapes, dtype, geometries))
+    chosen = Kernels(linear=chosen_linear(LINEAR, shapes, dtype, device, geometries))
     moe = config.moe
     if moe is not None:
         router_shape = (moe.num_experts, config.hidden_size)
-        chosen = replace(chosen, router=chosen_linear(ROUTER, [router_shape], island_dtype(dtype), geometries))
+        router = chosen_linear(ROUTER, [router_shape], island_dtype(dtype), device, geometries)
+        chosen = replace(chosen, router=router)
         geometry = geometries[experts_name(moe.latent_size or config.hidden_size, moe.intermediate_size)]
         if geometry != BOTH_FORMS:
             product = experts_product(geometry, dtype)
             chosen = replace(chosen, experts=partial(routed_experts_loop, product=product))
     if config.mla_layers:
-        row_tile = query_tile_named(geometries[absorbed_name(_mla_sizes(config))])
-        if row_tile != ROW_TILE:
-            chosen = replace(chosen, absorbed=partial(mla_absorbed, row_tile=row_tile))
+        chosen = _with_absorbed(chosen, geometries[absorbed_name(_mla_sizes(config))], library_for(dtype, device))
     return chosen
+
+
+def _with_absorbed(kernels: Kernels, geometry: str, native: Library | None) -> Kernels:
+    """Attention of decode and verify rows as its check found it."""
+    if native is not None and geometry == native.geometry:
+        mla = NativeMla(native)
+        return replace(
+            kernels, absorbed=mla.absorbed, absorb=absorb_into_panels, append_latents=mla.append_latents
+        )
+    row_tile = query_tile_named(geometry)
+    return kernels if row_tile == ROW_TILE else replace(kernels, absorbed=partial(mla_absorbed, row_tile=row_tile))
 
 
 def _activation(config: KimiK3Config) -> Activation:

@@ -38,6 +38,11 @@ class Library:
     path: Path
     handle: ctypes.CDLL
 
+    @property
+    def geometry(self) -> str:
+        """What a report of the start-up probe calls an operation of this library."""
+        return f"native {self.variant}"
+
     def function(self, name: str, arguments: Sequence[type], result: type | None = None) -> Callable[..., int | None]:
         """C function ``outrider_<name>``; it runs without the interpreter lock.
 

@@ -11,6 +11,13 @@
 
 #define OUTRIDER_API extern "C" __attribute__((visibility("default")))
 
+// In front of a loop with a small constant count whose body must end up in registers.
+#if defined(__clang__)
+#define OUTRIDER_UNROLL _Pragma("unroll")
+#else
+#define OUTRIDER_UNROLL _Pragma("GCC unroll 32")
+#endif
+
 namespace outrider {
 
 // A bfloat16 value as its bits.

@@ -29,6 +29,12 @@ inline void store_n(float* p, Vec a, int n) { _mm512_mask_storeu_ps(p, first_lan
 inline Vec widen(__m256i bits) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16))}; }
 inline Vec load(const bf16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Vec load_n(const bf16* p, int n) { return widen(_mm256_maskz_loadu_epi16(first_lanes(n), p)); }
+// W successive pairs, the first and the second of each.
+inline void load_even_odd(const bf16* p, Vec& even, Vec& odd) {
+  __m512i bits = _mm512_loadu_si512(static_cast<const void*>(p));
+  even.v = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+  odd.v = _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
+}
 
 // Nearest, ties to even, as scalar to_bf16. Not vcvtneps2bf16: that one flushes denormals.
 inline __m256i narrow(Vec a) {
@@ -105,6 +111,12 @@ inline Vec load_n(const bf16* p, int n) {
   bf16 lanes[8] = {};
   std::memcpy(lanes, p, sizeof(bf16) * static_cast<std::size_t>(n));
   return load(lanes);
+}
+// W successive pairs, the first and the second of each.
+inline void load_even_odd(const bf16* p, Vec& even, Vec& odd) {
+  __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  even.v = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+  odd.v = _mm256_castsi256_ps(_mm256_and_si256(bits, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
 }
 
 // Nearest, ties to even, as scalar to_bf16.
