@@ -256,9 +256,7 @@ def query_tile_named(geometry: str) -> int:
     return {_query_tile_name(num_rows): num_rows for num_rows in QUERY_TILES}[geometry]
 
 
-def absorbed_check(
-    sizes: MlaSizes, dtype: torch.dtype, device: torch.device, native: Library | None = None
-) -> OpCheck:
+def absorbed_check(sizes: MlaSizes, dtype: torch.dtype, device: torch.device, native: Library | None = None) -> OpCheck:
     """Attention of decode and verify rows, its products with the absorbed weights included, and new latents.
 
     Candidates are the native form, where a library is given and takes these sizes, and the query tiles of the torch

@@ -221,9 +221,7 @@ class BlockPredictor:
             return Prediction(block=block, logits=logits_GSV.unbind(0))
         return self._predict_in_steps(anchors, kept_GSD, logits_GSV)
 
-    def _predict_in_steps(
-        self, anchors: BlockAnchors, kept_GSD: torch.Tensor, logits_GSV: torch.Tensor
-    ) -> Prediction:
+    def _predict_in_steps(self, anchors: BlockAnchors, kept_GSD: torch.Tensor, logits_GSV: torch.Tensor) -> Prediction:
         """Draft by draft: for drafts that are drawn, and for every head and dtype."""
         draws = self._draws(anchors)
         chain = draft_chain(

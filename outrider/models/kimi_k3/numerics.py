@@ -89,7 +89,10 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
         checks += _kda_checks(config, dtype, device)
     if config.mla_layers:
         sizes = _mla_sizes(config)
-        checks += [absorbed_check(sizes, dtype, device, library_for(dtype, device)), expanded_check(sizes, dtype, device)]
+        checks += [
+            absorbed_check(sizes, dtype, device, library_for(dtype, device)),
+            expanded_check(sizes, dtype, device),
+        ]
         if config.mla.output_gate:
             checks.append(sigmoid_gate_check(sizes.num_heads * sizes.value_dim, dtype, device))
     return tuple(checks)
@@ -144,9 +147,7 @@ def _with_absorbed(kernels: Kernels, geometry: str, native: Library | None) -> K
     """Attention of decode and verify rows as its check found it."""
     if native is not None and geometry == native.geometry:
         mla = NativeMla(native)
-        return replace(
-            kernels, absorbed=mla.absorbed, absorb=absorb_into_panels, append_latents=mla.append_latents
-        )
+        return replace(kernels, absorbed=mla.absorbed, absorb=absorb_into_panels, append_latents=mla.append_latents)
     row_tile = query_tile_named(geometry)
     return kernels if row_tile == ROW_TILE else replace(kernels, absorbed=partial(mla_absorbed, row_tile=row_tile))
 

@@ -27,9 +27,7 @@ class NativeDrafter:
                 *(POINTER, INT),  # result, threads
             ],
         )
-        self._store = library.function(
-            "store_context", [*(POINTER,) * 6, INT, INT, INT, INT, REAL, INT, POINTER, INT]
-        )
+        self._store = library.function("store_context", [*(POINTER,) * 6, INT, INT, INT, INT, REAL, INT, POINTER, INT])
 
     def attend_block(
         self,

@@ -62,9 +62,7 @@ class NativeMarkov:
     """The native chain; bfloat16."""
 
     def __init__(self, library: Library) -> None:
-        self._chain = library.function(
-            "markov_chain", [*(POINTER,) * 8, REAL, *(INT,) * 5, POINTER, POINTER, INT]
-        )
+        self._chain = library.function("markov_chain", [*(POINTER,) * 8, REAL, *(INT,) * 5, POINTER, POINTER, INT])
 
     def chain(
         self, weights: ChainWeights, anchor_ids_S: torch.Tensor, hidden_GSD: torch.Tensor, logits_GSU: torch.Tensor

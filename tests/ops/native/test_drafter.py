@@ -72,9 +72,7 @@ class Case:
             mask=mask,
             scale=self.width**-0.5,
         )
-        keys = paged_keys(
-            self.table[chosen], counts, page_size=PAGE, max_context=int(counts.max()) + extra_context
-        )
+        keys = paged_keys(self.table[chosen], counts, page_size=PAGE, max_context=int(counts.max()) + extra_context)
         positions = (counts[:, None] + torch.arange(self.rows)).flatten()
         return self.qkv[chosen].flatten(0, 1), heads, positions, self.context[0], self.context[1], keys
 
