@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from outrider.ops.activation import GluFunction, glu_fused
 from outrider.ops.attention import (
     AbsorbedFunction,
     AbsorbFunction,
@@ -13,6 +14,8 @@ from outrider.ops.attention import (
 )
 from outrider.ops.linear import LinearFunction, linear, linear_padded, linear_plain
 from outrider.ops.moe import ExpertsFunction, routed_experts, routed_experts_plain
+from outrider.ops.norm import NormFunction, rms_norm
+from outrider.ops.residual import MixNormFunction, residual_mix_norm
 
 __all__ = ["EXACT_KERNELS", "PLAIN_KERNELS", "Kernels"]
 
@@ -27,6 +30,9 @@ class Kernels:
     absorbed: AbsorbedFunction = mla_absorbed  # attention of decode and verify rows
     absorb: AbsorbFunction = absorb_weights  # makes its weights
     append_latents: AppendFunction = append_latents
+    norm: NormFunction = rms_norm
+    mix_norm: MixNormFunction = residual_mix_norm  # what lies between two sublayers
+    glu: GluFunction = glu_fused
 
 
 EXACT_KERNELS = Kernels()

@@ -15,7 +15,7 @@ from outrider.models.numerics import NumericsChoice, chosen_linear, linear_check
 from outrider.models.registry import load_target
 from outrider.ops import linear as linear_ops
 from outrider.ops.native.library import library_for
-from outrider.ops.native.linear import PackedLinear, native_geometry, pack_weights
+from outrider.ops.native.linear import PackedLinear, pack_weights
 from outrider.ops.probe import OpCheck, ProbeOutcome, run_checks
 from outrider.testing.driver import Driver, Span
 from outrider.testing.toy import ToyOptions, write_toy_checkpoint
@@ -175,9 +175,9 @@ def test_the_native_form_takes_the_weights_for_which_it_holds() -> None:
         pytest.skip("no native operations on this machine")
     shapes = [(64, 8), (24, 8)]
     checks = linear_checks("linear", shapes, torch.bfloat16, CPU)
-    assert {check.geometries[0] for check in checks} == {native_geometry(native)}
-    assert run_checks(checks).geometries == {check.name: native_geometry(native) for check in checks}
-    geometries = {"linear 64x8": native_geometry(native), "linear 24x8": "up to 32 rows a call"}
+    assert {check.geometries[0] for check in checks} == {native.geometry}
+    assert run_checks(checks).geometries == {check.name: native.geometry for check in checks}
+    geometries = {"linear 64x8": native.geometry, "linear 24x8": "up to 32 rows a call"}
     product = chosen_linear("linear", shapes, torch.bfloat16, CPU, geometries)
     weights = [torch.randn(shape).bfloat16() for shape in shapes]
     pack_weights(product, weights)

@@ -21,17 +21,16 @@ from outrider.models.dspark.heads import Chain, ConfidenceHead, MarkovHead, draf
 from outrider.models.dspark.joined import drafter_rotary_table, join_layer
 from outrider.models.dspark.kernels import TORCH_BLOCK_KERNELS, BlockKernels
 from outrider.models.dspark.model import DSparkModel
+from outrider.models.kernels import Kernels
 from outrider.models.numerics import UNPROBED, NumericsReport
-from outrider.ops.activation import Activation, glu_fused
-from outrider.ops.linear import LinearFunction
+from outrider.ops.activation import Activation
 from outrider.ops.native.linear import pack_weights
 from outrider.ops.native.markov import ChainWeights, chain_weights
-from outrider.ops.norm import rms_norm
 from outrider.ops.paged import PagedKeys, paged_keys
 
-__all__ = ["BlockAnchors", "BlockPredictor", "ContextCache", "Prediction"]
+__all__ = ["SILU", "BlockAnchors", "BlockPredictor", "ContextCache", "Prediction"]
 
-_SILU = Activation(name="silu")
+SILU = Activation(name="silu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +79,11 @@ class BlockPredictor:
         model: loaded weights, in the compute dtype, on the device.
         embed: the target's input embedding, [T] -> [T, D].
         head: the target's output head, [N, D] -> [N, V]; not called for a reduced vocabulary.
-        linear: row-invariant product chosen for this process.
+        kernels: row-invariant forms chosen for this process.
         max_context: positions a sequence may reach; sizes the rotary table.
         num_draft_tokens: drafts per round; None is all of the block. Head and Markov chain run for these only.
         with_confidence: give the confidence of each draft, for a policy that reads it.
-        numerics: how ``linear`` was found.
+        numerics: how the kernels were found.
         block_kernels: forms of attention, context rows and chain.
 
     Raises:
@@ -97,7 +96,7 @@ class BlockPredictor:
         *,
         embed: Callable[[torch.Tensor], torch.Tensor],
         head: Callable[[torch.Tensor], torch.Tensor],
-        linear: LinearFunction,
+        kernels: Kernels,
         max_context: int,
         num_draft_tokens: int | None = None,
         with_confidence: bool = False,
@@ -119,7 +118,7 @@ class BlockPredictor:
         self._model = model.requires_grad_(False)
         self._embed = embed
         self._head = head
-        self._linear = linear
+        self._kernels, self._linear, self._norm = kernels, kernels.linear, kernels.norm
         self._dtype = model.fc.weight.dtype
         self._device = model.fc.weight.device
         self._table = drafter_rotary_table(config, max_context + config.num_block_rows, self._dtype, self._device)
@@ -134,7 +133,7 @@ class BlockPredictor:
             None if model.d2t is None else torch.arange(config.draft_vocab_size, device=self._device) + model.d2t
         )
         self._offsets_B = torch.arange(config.num_block_rows, device=self._device)
-        pack_weights(linear, self._multiplied())
+        pack_weights(self._linear, self._multiplied())
         self._block_kernels = block_kernels
         self._chain_weights = None if block_kernels.markov is None else self._native_chain_weights()
 
@@ -158,12 +157,12 @@ class BlockPredictor:
         model, eps = self._model, self.config.rms_norm_eps
         if model.fc_norm is not None:
             normed = [
-                rms_norm(aux_TD, weight_D, eps)
+                self._norm(aux_TD, weight_D, eps)
                 for aux_TD, weight_D in zip(aux_hidden_TAD.unbind(1), model.fc_norm.parameters(), strict=True)
             ]
             aux_hidden_TAD = torch.stack(normed, dim=1)
         projected_TD = self._linear(aux_hidden_TAD.flatten(1), model.fc.weight)
-        return rms_norm(projected_TD, model.hidden_norm.weight, eps)
+        return self._norm(projected_TD, model.hidden_norm.weight, eps)
 
     def store_context(
         self,
@@ -283,13 +282,13 @@ class BlockPredictor:
         )
         hidden_TD = self._embed(token_ids_SB.flatten())
         for index, layer in enumerate(self._layers):
-            normed_TD = rms_norm(hidden_TD, layer.input_norm_D, config.rms_norm_eps)
+            normed_TD = self._norm(hidden_TD, layer.input_norm_D, config.rms_norm_eps)
             attended_TO = self._attend(cache, index, normed_TD, positions_T, keys)
             hidden_TD = hidden_TD + self._linear(attended_TO, layer.output_DO)
-            normed_TD = rms_norm(hidden_TD, layer.mlp_norm_D, config.rms_norm_eps)
-            activated_TI = glu_fused(_SILU, self._linear(normed_TD, layer.gate_up_ID))
+            normed_TD = self._norm(hidden_TD, layer.mlp_norm_D, config.rms_norm_eps)
+            activated_TI = self._kernels.glu(SILU, self._linear(normed_TD, layer.gate_up_ID))
             hidden_TD = hidden_TD + self._linear(activated_TI, layer.down_DI)
-        normed_TD = rms_norm(hidden_TD, self._model.norm.weight, config.rms_norm_eps)
+        normed_TD = self._norm(hidden_TD, self._model.norm.weight, config.rms_norm_eps)
         return normed_TD.view(num_sequences, num_rows, -1)
 
     def _attend(

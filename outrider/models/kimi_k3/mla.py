@@ -12,7 +12,6 @@ from outrider.models.kimi_k3.step import StepIndex, scatter_groups
 from outrider.models.layers import Build
 from outrider.models.protocol import TargetCaches
 from outrider.ops.attention import AbsorbedWeights, mla_expanded
-from outrider.ops.norm import rms_norm
 
 __all__ = ["MlaAttention"]
 
@@ -54,7 +53,7 @@ class MlaAttention(nn.Module):
         config, eps = self.config, self.config.lora_norm_eps
         query, kv_TC, gate = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
         if self.q_norm is not None and self.q_b_proj is not None:
-            query = self.linear(rms_norm(query, self.q_norm, eps), self.q_b_proj)
+            query = self.linear(self.kernels.norm(query, self.q_norm, eps), self.q_b_proj)
         rows_RC = caches.latents.rows(self.cache_index)
         self.kernels.append_latents(kv_TC, self.kv_norm, eps, rows_RC, index.batch.slot_mapping_T)
         query_THK = query.view(-1, config.num_heads, config.qk_head_dim)

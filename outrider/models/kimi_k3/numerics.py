@@ -10,7 +10,6 @@ from outrider.models.kernels import PLAIN_KERNELS, Kernels
 from outrider.models.kimi_k3.config import KimiK3Config
 from outrider.models.kimi_k3.kda import KDA_CHUNK
 from outrider.models.kimi_k3.model import KimiK3Model
-from outrider.models.kimi_k3.residual import attention_residual_mix
 from outrider.models.layers import Build, IslandParameter
 from outrider.models.numerics import (
     NumericsChoice,
@@ -18,6 +17,7 @@ from outrider.models.numerics import (
     chosen_linear,
     linear_checks,
     resolve_numerics,
+    with_native_rows,
 )
 from outrider.ops.activation import Activation
 from outrider.ops.attention import mla_absorbed
@@ -25,7 +25,7 @@ from outrider.ops.invariant import ROW_TILE, island_dtype
 from outrider.ops.moe import routed_experts_loop
 from outrider.ops.native.library import Library, library_for
 from outrider.ops.native.mla import NativeMla, absorb_into_panels
-from outrider.ops.probe import NUM_ROWS, OpCheck, company_violation, fixed_check, random_rows
+from outrider.ops.probe import OpCheck
 from outrider.ops.probe_mixers import (
     MlaSizes,
     absorbed_check,
@@ -38,12 +38,16 @@ from outrider.ops.probe_mixers import (
 from outrider.ops.probe_ops import (
     BOTH_FORMS,
     activation_check,
+    activation_name,
     conv_check,
     experts_check,
     experts_name,
     experts_product,
     gated_norm_check,
+    mix_check,
+    mix_name,
     norm_check,
+    norm_name,
     sigmoid_gate_check,
 )
 
@@ -75,16 +79,16 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
     island, moe = island_dtype(dtype), config.moe
     checks = list(linear_checks(LINEAR, shapes, dtype, device))
     activation = _activation(config)
-    inner_sizes = {config.intermediate_size}
     if moe is not None:
         width = moe.latent_size or config.hidden_size
         checks += linear_checks(ROUTER, [(moe.num_experts, config.hidden_size)], island, device)
         checks.append(experts_check(moe.num_experts, width, moe.intermediate_size, activation, dtype, device))
-        inner_sizes |= {moe.intermediate_size, moe.shared_intermediate_size} - {0}
-    checks += [activation_check(activation, inner, dtype, device) for inner in sorted(inner_sizes)]
-    checks += [norm_check(width, config.rms_norm_eps, dtype, device) for width in sorted(_norm_widths(config))]
+    native = library_for(dtype, device)
+    checks += [activation_check(activation, inner, dtype, device, native) for inner in sorted(_inner_sizes(config))]
+    checks += [norm_check(width, config.rms_norm_eps, dtype, device, native) for width in sorted(_norm_widths(config))]
     if config.attn_res_block_size is not None:
-        checks.append(_mix_check(config, dtype, device))
+        num_candidates = config.num_snapshots + 1  # what the last layer sees
+        checks.append(mix_check(num_candidates, config.hidden_size, config.rms_norm_eps, dtype, device, native))
     if config.kda_layers:
         checks += _kda_checks(config, dtype, device)
     if config.mla_layers:
@@ -109,21 +113,6 @@ def _kda_checks(config: KimiK3Config, dtype: torch.dtype, device: torch.device) 
     ]
 
 
-def _mix_check(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -> OpCheck:
-    """Attention-residual mix over as many candidates as the last layer sees."""
-    width, eps = config.hidden_size, config.rms_norm_eps
-    weight_D = random_rows(width, dtype=island_dtype(dtype), device=device)
-
-    def mix(x_NBD: torch.Tensor) -> torch.Tensor:
-        return attention_residual_mix(x_NBD.transpose(0, 1).contiguous(), weight_D, eps)
-
-    def find() -> str | None:
-        shape = (NUM_ROWS, config.num_snapshots + 1, width)
-        return company_violation(mix, random_rows(*shape, dtype=dtype, device=device, seed=2))
-
-    return fixed_check(f"residual mix of {width}", find)
-
-
 def _kernels(
     config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: torch.device, geometries: Mapping[str, str]
 ) -> Kernels:
@@ -140,7 +129,15 @@ def _kernels(
             chosen = replace(chosen, experts=partial(routed_experts_loop, product=product))
     if config.mla_layers:
         chosen = _with_absorbed(chosen, geometries[absorbed_name(_mla_sizes(config))], library_for(dtype, device))
-    return chosen
+    return with_native_rows(
+        chosen,
+        norms=[norm_name(width) for width in _norm_widths(config)],
+        mixes=[(norm_name if config.attn_res_block_size is None else mix_name)(config.hidden_size)],
+        activations=[activation_name(_activation(config), inner) for inner in _inner_sizes(config)],
+        dtype=dtype,
+        device=device,
+        geometries=geometries,
+    )
 
 
 def _with_absorbed(kernels: Kernels, geometry: str, native: Library | None) -> Kernels:
@@ -165,6 +162,12 @@ def _mla_sizes(config: KimiK3Config) -> MlaSizes:
         value_dim=mla.v_head_dim,
         latent_dim=mla.kv_lora_rank,
     )
+
+
+def _inner_sizes(config: KimiK3Config) -> set[int]:
+    moe = config.moe
+    routed = set() if moe is None else {moe.intermediate_size, moe.shared_intermediate_size} - {0}
+    return {config.intermediate_size} | routed
 
 
 def _norm_widths(config: KimiK3Config) -> set[int]:

@@ -30,9 +30,9 @@ NEEDED = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Library:
-    """A loaded library."""
+    """A loaded library; one object each, compared by identity."""
 
     variant: str  # instruction set
     path: Path

@@ -11,7 +11,7 @@ import torch
 from outrider.ops.linear import LinearFunction
 from outrider.ops.native.library import INT, POINTER, Library
 
-__all__ = ["PackedLinear", "native_geometry", "pack_weights"]
+__all__ = ["PackedLinear", "pack_weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,6 @@ class PackedLinear:
             torch.get_num_threads(),
         )  # fmt: skip
         return out_TO
-
-
-def native_geometry(native: Library) -> str:
-    """As a report of the start-up probe says it."""
-    return f"native {native.variant}"
 
 
 def pack_weights(linear: LinearFunction, weights: Iterable[torch.Tensor]) -> None:
