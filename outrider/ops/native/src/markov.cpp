@@ -1,6 +1,6 @@
 // Greedy drafts of a block, left to right, under the vanilla Markov head. See draft_chain in
 // outrider/models/dspark/heads.py, whose rounding this keeps: the bias rounds to bfloat16, then its sum with the
-// logit; the largest of the rounded sums wins, the lowest id among equals, and a NaN wins over all numbers.
+// logit (denormals may become zero); the largest of the rounded sums wins, the lowest id among equals, and a NaN wins over all numbers.
 
 #include <vector>
 
@@ -43,8 +43,16 @@ void add_bias(const float* bias, bf16* logits, std::int64_t first, std::int64_t 
   for (std::int64_t c = 0; c < count; c += Vec::W) {
     const int n = static_cast<int>(min64(Vec::W, count - c));
     bf16* target = logits + first + c;
-    Vec sum = rounded(load_n(target, n) + rounded(load(bias + c)));
-    store_n(target, sum, n);
+    const Vec rounded_bias = widen(narrow_normal(load(bias + c)));
+    Vec sum;
+    if (n == Vec::W) {
+      HalfBits bits = narrow_normal(load(target) + rounded_bias);
+      store_bits(target, bits);
+      sum = widen(bits);
+    } else {
+      sum = widen(narrow_normal(load_n(target, n) + rounded_bias));
+      store_n(target, sum, n);
+    }
     if (best.closed() || !any_above(sum, best.value)) continue;
     for (int i = 0; i < n; ++i) best.take(to_float(target[i]), first + c + i);
   }

@@ -46,6 +46,24 @@ inline Vec dot_pairs(Vec acc, Pairs a, Pairs b) {
 }
 #endif
 
+// W bfloat16 values as bits.
+#if defined(__AVX512F__)
+using HalfBits = __m256i;
+inline void store_bits(bf16* p, HalfBits bits) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), bits); }
+#else
+using HalfBits = __m128i;
+inline void store_bits(bf16* p, HalfBits bits) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bits); }
+#endif
+
+// As narrow, for values whose denormals mean nothing: the instruction that rounds in one step makes them zero.
+inline HalfBits narrow_normal(Vec a) {
+#if defined(__AVX512BF16__)
+  return (__m256i)_mm512_cvtneps_pbh(a.v);
+#else
+  return narrow(a);
+#endif
+}
+
 inline std::uint32_t load_pair(const bf16* p) {
   std::uint32_t pair;
   std::memcpy(&pair, p, sizeof pair);

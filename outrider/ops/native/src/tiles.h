@@ -238,8 +238,9 @@ class TileAttention {
     float now = tile > before ? tile : before;
     Vec sum = zero();
     for (int n = 0; n < N; ++n) {
-      store(weights + n * Vec::W, exp(score[n] - splat(now)));
-      sum = sum + load(weights + n * Vec::W);
+      HalfBits weight = narrow_normal(exp(score[n] - splat(now)));
+      store_bits(weights + n * Vec::W, weight);
+      sum = sum + widen(weight);
     }
     float factor = 1.0f;
     if (now != before) {
