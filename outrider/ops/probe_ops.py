@@ -175,14 +175,18 @@ def norm_check(
 ) -> OpCheck:
     """RMSNorm of a width."""
     weight_D = random_rows(width, dtype=dtype, device=device)
-    forms: dict[str, NormFunction] = {} if native is None else {native.geometry: NativeNorm(native).rms_norm}
-    forms[FIXED] = rms_norm
     rows_3D = random_rows(NUM_ROWS, width, dtype=dtype, device=device, seed=2)
-    return OpCheck(
-        name=norm_name(width),
-        geometries=tuple(forms),
-        find_violation=lambda name: company_violation(lambda x_ND: forms[name](x_ND, weight_D, eps), rows_3D),
-    )
+
+    def find(geometry: str) -> str | None:
+        norm: NormFunction = rms_norm if native is None or geometry == FIXED else NativeNorm(native).rms_norm
+        return company_violation(lambda x_ND: norm(x_ND, weight_D, eps), rows_3D)
+
+    return OpCheck(name=norm_name(width), geometries=_row_forms(native), find_violation=find)
+
+
+def _row_forms(native: Library | None) -> tuple[str, ...]:
+    """Geometries of an operation that has a torch form and, with a library, a native one."""
+    return (FIXED,) if native is None else (native.geometry, FIXED)
 
 
 def norm_name(width: int) -> str:
@@ -201,19 +205,21 @@ def mix_check(
     """Residual addition, mix over so many candidates, and the norm that follows; one row holds them all."""
     mix_weight_D = random_rows(width, dtype=island_dtype(dtype), device=device)
     norm_weight_D = random_rows(width, dtype=dtype, device=device, seed=3)
-    forms: dict[str, MixNormFunction] = {} if native is None else {native.geometry: NativeNorm(native).mix_norm}
-    forms[FIXED] = residual_mix_norm
     rows_3BD = random_rows(NUM_ROWS, num_candidates + 1, width, dtype=dtype, device=device, seed=2)
 
-    def find(name: str) -> str | None:
+    def find(geometry: str) -> str | None:
+        mix_norm: MixNormFunction = (
+            residual_mix_norm if native is None or geometry == FIXED else NativeNorm(native).mix_norm
+        )
+
         def mix(x_NBD: torch.Tensor) -> torch.Tensor:
-            planes_BND = x_NBD.transpose(0, 1).contiguous()
-            both = forms[name](planes_BND[:-1], planes_BND[-1], mix_weight_D, norm_weight_D, eps)
+            planes_BND = x_NBD.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # the prefix is written
+            both = mix_norm(planes_BND[:-1], planes_BND[-1], mix_weight_D, norm_weight_D, eps)
             return torch.stack((planes_BND[-2], *both), dim=1)
 
         return company_violation(mix, rows_3BD)
 
-    return OpCheck(name=mix_name(width), geometries=tuple(forms), find_violation=find)
+    return OpCheck(name=mix_name(width), geometries=_row_forms(native), find_violation=find)
 
 
 def mix_name(width: int) -> str:
@@ -237,14 +243,13 @@ def activation_check(
     activation: Activation, inner: int, dtype: torch.dtype, device: torch.device, native: Library | None = None
 ) -> OpCheck:
     """Gated activation of an inner width."""
-    forms: dict[str, GluFunction] = {} if native is None else {native.geometry: NativeGlu(native)}
-    forms[FIXED] = glu_fused
     rows_3J = random_rows(NUM_ROWS, 2 * inner, dtype=dtype, device=device, seed=2)
-    return OpCheck(
-        name=activation_name(activation, inner),
-        geometries=tuple(forms),
-        find_violation=lambda name: company_violation(lambda x_NJ: forms[name](activation, x_NJ), rows_3J),
-    )
+
+    def find(geometry: str) -> str | None:
+        glu: GluFunction = glu_fused if native is None or geometry == FIXED else NativeGlu(native)
+        return company_violation(lambda x_NJ: glu(activation, x_NJ), rows_3J)
+
+    return OpCheck(name=activation_name(activation, inner), geometries=_row_forms(native), find_violation=find)
 
 
 def activation_name(activation: Activation, inner: int) -> str:

@@ -4,9 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from outrider.ops import invariant, kda, moe, probe, probe_mixers, probe_ops
+from outrider.ops import invariant, kda, moe, probe, probe_mixers, probe_ops, residual
 from outrider.ops import linear as linear_ops
 from outrider.ops.activation import Activation
+from outrider.ops.native.activation import NativeGlu
+from outrider.ops.native.library import library_for
+from outrider.ops.native.linear import PackedLinear
+from outrider.ops.native.norm import NativeNorm
 
 CPU = torch.device("cpu")
 SITU = Activation(name="situ", beta=4.0, linear_beta=25.0)
@@ -29,6 +33,7 @@ def every_check(dtype):
         probe_mixers.kda_chunk_check(3, 20, -5.0, 16, dtype, CPU),
         probe_mixers.absorbed_check(SIZES, dtype, CPU),
         probe_mixers.expanded_check(SIZES, dtype, CPU),
+        probe_ops.mix_check(5, 40, 1e-6, dtype, CPU),
     ]
 
 
@@ -68,6 +73,7 @@ PLANTED = {
     "convolution": (probe_ops, "short_conv", lambda x, *rest: x.shape[0], 7),
     "KDA update": (kda, "batch_matmul", lambda a, b: a.shape[0] // 3, 8),
     "attention": (invariant, "batch_matmul", lambda a, b: a.shape[1] // 4, 11),
+    "residual mix": (residual, "attention_residual_mix", lambda x, *rest: x.shape[1], 13),
 }
 
 
@@ -80,6 +86,37 @@ def test_an_operation_that_depends_on_the_number_of_rows_is_found(name, monkeypa
     monkeypatch.setattr(module, attribute, by_row_count(getattr(module, attribute), shape_of))
     found = violation(check)
     assert found is not None and ("differs" in found)
+
+
+@pytest.mark.parametrize("name", ["linear", "norm", "mix", "activation"])
+def test_a_native_form_that_depends_on_the_number_of_rows_is_found(name, monkeypatch):
+    """Then the torch form, which holds, is taken."""
+    native = library_for(torch.bfloat16, CPU)
+    if native is None:
+        pytest.skip("no native operations on this machine")
+    sizes = (1e-6, torch.bfloat16, CPU, native)
+    form, attribute, shape_of, check = {
+        "linear": (PackedLinear, "__call__", lambda self, x, w: x.shape[0], probe_ops.linear_check(
+            "linear", (24, 40), *sizes[1:])),
+        "norm": (NativeNorm, "rms_norm", lambda self, x, *rest: x.shape[0], probe_ops.norm_check(40, *sizes)),
+        "mix": (NativeNorm, "rms_norm", None, probe_ops.mix_check(5, 40, *sizes)),
+        "activation": (NativeGlu, "__call__", lambda self, a, x: x.shape[0], probe_ops.activation_check(
+            SITU, 24, *sizes[1:])),
+    }[name]  # fmt: skip
+    assert violation(check) is None
+    if name == "mix":
+        real = NativeNorm.mix_norm
+
+        def changed(self, candidates, *rest):
+            mixed, normed = real(self, candidates, *rest)
+            return mixed, normed * (1 + (candidates.shape[1] > 4))
+
+        monkeypatch.setattr(NativeNorm, "mix_norm", changed)
+    else:
+        monkeypatch.setattr(form, attribute, by_row_count(getattr(form, attribute), shape_of))
+    assert "differs" in violation(check)
+    outcome = probe.run_checks([check])
+    assert not outcome.lost and outcome.geometries[check.name] == check.geometries[1]
 
 
 @pytest.mark.parametrize("index", [8, 10])
