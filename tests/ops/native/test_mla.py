@@ -7,6 +7,7 @@ import torch
 
 from outrider.ops import attention, paged
 from outrider.ops.native.mla import NativeMla, absorb_into_panels
+from outrider.ops.probe_mixers import MlaSizes, absorbed_check
 from outrider.ops.spans import spans_from_lengths
 
 BF16 = torch.bfloat16
@@ -228,3 +229,27 @@ def test_new_latents_are_those_of_the_plain_form(mla, latent, rope, extra):
 def test_no_rows_is_no_work(mla):
     mla.append_latents(torch.empty(0, 24, dtype=BF16), torch.ones(16).to(BF16), 1e-6, torch.zeros(4, 24).to(BF16),
                        torch.empty(0, dtype=torch.int64))  # fmt: skip
+
+
+def probe_check(native, **changes):
+    sizes = {"num_heads": 4, "nope_dim": 16, "rope_dim": 8, "value_dim": 24, "latent_dim": 48} | changes
+    return absorbed_check(MlaSizes(**sizes), BF16, torch.device("cpu"), native)
+
+
+def test_the_probe_offers_the_native_form_first_and_finds_it_to_hold(native):
+    check = probe_check(native)
+    assert check.geometries[0] == native.geometry
+    assert check.find_violation(native.geometry) is None
+    assert native.geometry not in probe_check(native, rope_dim=7).geometries  # pairs need even widths
+
+
+@pytest.mark.parametrize("method", ["absorbed", "append_latents"])
+def test_the_probe_notices_company(native, method, monkeypatch):
+    plain = getattr(NativeMla, method)
+
+    def dependent(self, rows, *others, **options):
+        scaled = rows * (1 + 2.0**-6) if rows.shape[0] > 4 else rows
+        return plain(self, scaled, *others, **options)
+
+    monkeypatch.setattr(NativeMla, method, dependent)
+    assert probe_check(native).find_violation(native.geometry) is not None
