@@ -14,11 +14,21 @@ from typing import Protocol
 
 import torch
 
+from outrider.ops.activation import sigmoid_gate
 from outrider.ops.invariant import ROW_TILE, island_dtype, pad_rows, tile_bmm
 from outrider.ops.linear import linear
+from outrider.ops.norm import rms_norm
 from outrider.ops.paged import KEY_TILE, PagedSpans
 from outrider.ops.spans import to_flat, to_padded
 from outrider.ops.tiled import attend_panels, combine_partials, tiles_per_panel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbsorbedPanels:
+    """The two halves of kv_b_proj per head in bfloat16, packed for the native form (``ops/native/panels.py``)."""
+
+    uk: torch.Tensor
+    uv: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +37,7 @@ class AbsorbedWeights:
 
     w_uk_HNC: torch.Tensor
     w_uv_HCW: torch.Tensor
+    panels: AbsorbedPanels | None = None  # where the native form runs
 
 
 BatchedProduct = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -44,9 +55,46 @@ class AbsorbedFunction(Protocol):
         spans: PagedSpans,
         *,
         scale: float,
+        gate_THW: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``mla_absorbed``."""
         ...
+
+
+class AbsorbFunction(Protocol):
+    """A form of ``absorb_weights``."""
+
+    def __call__(
+        self, kv_b_weight_OC: torch.Tensor, *, num_heads: int, nope_dim: int, value_dim: int
+    ) -> AbsorbedWeights:
+        """See ``absorb_weights``."""
+        ...
+
+
+class AppendFunction(Protocol):
+    """A form of ``append_latents``."""
+
+    def __call__(
+        self, row_TC: torch.Tensor, weight_C: torch.Tensor, eps: float, rows_RC: torch.Tensor, slots_T: torch.Tensor
+    ) -> None:
+        """See ``append_latents``."""
+        ...
+
+
+def append_latents(
+    row_TC: torch.Tensor, weight_C: torch.Tensor, eps: float, rows_RC: torch.Tensor, slots_T: torch.Tensor
+) -> None:
+    """Norm the latent part of new rows and store them in the cache. Source: k3-architecture section 6.1.
+
+    Args:
+        row_TC: ``[T, C + r]``, latent before its norm, then shared key; a view with a row stride is fine.
+        weight_C: gain of the latent norm.
+        eps: of the latent norm.
+        rows_RC: flat cache of the layer, written in place.
+        slots_T: int64 cache row of each new row, all different.
+    """
+    latent_TC, shared_Tr = row_TC.split([weight_C.shape[0], row_TC.shape[1] - weight_C.shape[0]], dim=-1)
+    rows_RC.index_copy_(0, slots_T, torch.cat([rms_norm(latent_TC, weight_C, eps), shared_Tr], dim=-1))
 
 
 def absorb_weights(kv_b_weight_OC: torch.Tensor, *, num_heads: int, nope_dim: int, value_dim: int) -> AbsorbedWeights:
@@ -66,6 +114,7 @@ def mla_absorbed(
     spans: PagedSpans,
     *,
     scale: float,
+    gate_THW: torch.Tensor | None = None,
     row_tile: int = ROW_TILE,
 ) -> torch.Tensor:
     """Attention with queries moved into the latent space. Source: k3-architecture section 6.2.
@@ -79,6 +128,7 @@ def mla_absorbed(
         rows_RC: flat cache of the layer, ``[R, C + r]``; the rows of this step are already written.
         spans: from ``paged_spans``.
         scale: softmax scale, ``(N + r) ** -0.5``.
+        gate_THW: output gate before its sigmoid; None where the model has none.
         row_tile: query rows of a product are padded to a multiple of it; part of the geometry.
 
     Returns:
@@ -98,7 +148,8 @@ def mla_absorbed(
     panel = tiles_per_panel(num_sequences * max(q_SQK.shape[1], KEY_TILE) * q_SQK.shape[2])
     latent_SQC = combine_partials(attend_panels(q_SQK, spans.keys.num_tiles, panel, load))
     used = layout.max_length * num_heads
-    return _values(latent_SQC[:, :used], weights, spans, product=product).to(q_nope_THN.dtype)
+    out_THW = _values(latent_SQC[:, :used], weights, spans, product=product).to(q_nope_THN.dtype)
+    return _gated(out_THW, gate_THW)
 
 
 def mla_absorbed_plain(
@@ -109,6 +160,7 @@ def mla_absorbed_plain(
     spans: PagedSpans,
     *,
     scale: float,
+    gate_THW: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As ``mla_absorbed`` in one softmax over all keys, without tiles: bits depend on the batch."""
     island = weights.w_uk_HNC.dtype
@@ -122,7 +174,15 @@ def mla_absorbed_plain(
     # As in the tiles: a hidden key may be NaN all through, and 0 * NaN is NaN.
     latents_SNC = rows_SNK[..., :latent_width].nan_to_num(0.0, 0.0, 0.0)
     latent_SQC = torch.bmm(torch.softmax(scores_SQN, dim=-1), latents_SNC)
-    return _values(latent_SQC, weights, spans, product=torch.bmm).to(q_nope_THN.dtype)
+    out_THW = _values(latent_SQC, weights, spans, product=torch.bmm).to(q_nope_THN.dtype)
+    return _gated(out_THW, gate_THW)
+
+
+def _gated(out_THW: torch.Tensor, gate_THW: torch.Tensor | None) -> torch.Tensor:
+    """Gated per value; as one run of values per row, which is what the gate's geometry rests on."""
+    if gate_THW is None:
+        return out_THW
+    return sigmoid_gate(out_THW.flatten(1), gate_THW.flatten(1)).view(out_THW.shape)
 
 
 def _latent_queries(
@@ -158,6 +218,7 @@ def mla_expanded(
     spans: PagedSpans,
     *,
     scale: float,
+    gate_THW: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention with latents expanded to keys and values per head. Source: k3-architecture section 6.1.
 
@@ -186,7 +247,7 @@ def mla_expanded(
     panel = tiles_per_panel(q_BQK.shape[0] * max(q_BQK.shape[1], KEY_TILE) * q_BQK.shape[2])
     out_BQW = combine_partials(attend_panels(q_BQK, spans.keys.num_tiles, panel, load))
     out_SHMW = out_BQW[:, : layout.max_length].reshape(num_sequences, num_heads, layout.max_length, -1)
-    return to_flat(out_SHMW.transpose(1, 2), layout).to(q_nope_THN.dtype)
+    return _gated(to_flat(out_SHMW.transpose(1, 2), layout).to(q_nope_THN.dtype), gate_THW)
 
 
 def _per_head(x_SYNHK: torch.Tensor, island: torch.dtype) -> torch.Tensor:
@@ -242,9 +303,13 @@ def mla_reference(
 
 
 __all__ = [
+    "AbsorbFunction",
     "AbsorbedFunction",
+    "AbsorbedPanels",
     "AbsorbedWeights",
+    "AppendFunction",
     "absorb_weights",
+    "append_latents",
     "mla_absorbed",
     "mla_absorbed_plain",
     "mla_expanded",

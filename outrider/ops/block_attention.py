@@ -1,18 +1,31 @@
 """Attention of a drafter's block: context keys from a paged cache, then the block's own keys.
 
 Dims: S sequences, G block rows, H query heads, J key-value heads, K head width, R rows of the flat cache,
-B = S * J matrices, Q query rows of one matrix (G x heads per group, padded), Y tiles, N keys of a tile.
+B = S * J matrices, Q query rows of one matrix (G x heads per group, padded), Y tiles, N keys of a tile,
+T flat rows, O = H + 2 J heads of a joined projection, P = H + J of them that are normed, L layers.
 """
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from outrider.ops.invariant import island_dtype, pad_rows
+from outrider.ops.norm import rms_norm
 from outrider.ops.paged import KEY_TILE, PagedKeys
+from outrider.ops.rope import RotaryTable, apply_half
 from outrider.ops.tiled import attend_panels, combine_partials, tiles_per_panel
 
-__all__ = ["BlockMask", "block_attention", "block_attention_reference"]
+__all__ = [
+    "AttendBlockFunction",
+    "BlockHeads",
+    "BlockMask",
+    "StoreContextFunction",
+    "attend_block",
+    "block_attention",
+    "block_attention_reference",
+    "store_context_rows",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +35,116 @@ class BlockMask:
     causal: bool = False  # inside the block, a row sees itself and earlier rows only
     window: int | None = None  # a key is visible iff query position - key position < window
     window_from_anchor: bool = False  # instead: context keys from anchor - window on, and the whole block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockHeads:
+    """What a layer does to the heads of a block, the same in every round."""
+
+    num_heads: int  # of queries
+    num_rows: int  # of one block
+    gains_PK: torch.Tensor  # norm gains of every query head, then of every key head
+    eps: float
+    table: RotaryTable
+    mask: BlockMask
+    scale: float  # softmax scale
+
+
+class AttendBlockFunction(Protocol):
+    """A form of ``attend_block``."""
+
+    def __call__(
+        self,
+        qkv_TOK: torch.Tensor,
+        heads: BlockHeads,
+        positions_T: torch.Tensor,
+        context_keys_RJK: torch.Tensor,
+        context_values_RJK: torch.Tensor,
+        keys: PagedKeys,
+    ) -> torch.Tensor:
+        """See ``attend_block``."""
+        ...
+
+
+class StoreContextFunction(Protocol):
+    """A form of ``store_context_rows``."""
+
+    def __call__(
+        self,
+        kv_TL2JK: torch.Tensor,
+        gains_LK: torch.Tensor,
+        eps: float,
+        table: RotaryTable,
+        positions_T: torch.Tensor,
+        cache_rows_T: torch.Tensor,
+        rows_2LRJK: torch.Tensor,
+    ) -> None:
+        """See ``store_context_rows``."""
+        ...
+
+
+def attend_block(
+    qkv_TOK: torch.Tensor,
+    heads: BlockHeads,
+    positions_T: torch.Tensor,
+    context_keys_RJK: torch.Tensor,
+    context_values_RJK: torch.Tensor,
+    keys: PagedKeys,
+) -> torch.Tensor:
+    """Norm and rotate the heads of all block rows, then ``block_attention``. Source: dspark section 1.3.
+
+    Args:
+        qkv_TOK: projections of all rows of all blocks: queries, then keys, then values.
+        heads: constants of the layer.
+        positions_T: int64, absolute position of each row, ``keys.num_keys_S + g``.
+        context_keys_RJK: see ``block_attention``.
+        context_values_RJK: see ``block_attention``.
+        keys: see ``block_attention``.
+
+    Returns:
+        ``[T, H, K]`` in the dtype of the projections.
+    """
+    num_heads, num_normed = heads.num_heads, heads.gains_PK.shape[0]
+    qk_TPK = apply_half(rms_norm(qkv_TOK[:, :num_normed], heads.gains_PK, heads.eps), heads.table, positions_T)
+    qk_SGPK = qk_TPK.view(-1, heads.num_rows, *qk_TPK.shape[1:])
+    qkv_SGOK = qkv_TOK.view(-1, heads.num_rows, *qkv_TOK.shape[1:])
+    attended_SGHK = block_attention(
+        qk_SGPK[:, :, :num_heads],
+        context_keys_RJK,
+        context_values_RJK,
+        qk_SGPK[:, :, num_heads:],
+        qkv_SGOK[:, :, num_normed:],
+        keys,
+        heads.mask,
+        scale=heads.scale,
+    )
+    return attended_SGHK.flatten(0, 1)
+
+
+def store_context_rows(
+    kv_TL2JK: torch.Tensor,
+    gains_LK: torch.Tensor,
+    eps: float,
+    table: RotaryTable,
+    positions_T: torch.Tensor,
+    cache_rows_T: torch.Tensor,
+    rows_2LRJK: torch.Tensor,
+) -> None:
+    """Norm and rotate the keys of context rows; store keys and values of all layers.
+
+    Args:
+        kv_TL2JK: projected keys and values of every layer.
+        gains_LK: gain of each layer's key norm.
+        eps: of the norm.
+        table: rotary table.
+        positions_T: int64, absolute position of each row.
+        cache_rows_T: int64, flat cache row of each, all different.
+        rows_2LRJK: the cache, written in place.
+    """
+    keys_TLJK = rms_norm(kv_TL2JK[:, :, 0], gains_LK[:, None], eps)
+    rotated_TNK = apply_half(keys_TLJK.flatten(1, 2), table, positions_T)
+    rows_2LRJK[0].index_copy_(1, cache_rows_T, rotated_TNK.view_as(keys_TLJK).transpose(0, 1))
+    rows_2LRJK[1].index_copy_(1, cache_rows_T, kv_TL2JK[:, :, 1].transpose(0, 1))
 
 
 def block_attention(

@@ -18,17 +18,30 @@ __all__ = ["PagedKeys", "PagedSpans", "paged_keys", "paged_spans"]
 KEY_TILE = 64  # keys per tile; part of the numerics, not a tuning knob
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PagedKeys:
-    """Flat cache row of every key position of every sequence."""
+    """Where the keys of every sequence lie: page tables, or the cache row of every key. See ``paged_keys``."""
 
-    key_rows_SK: torch.Tensor  # int64; past the end: the row of position 0, so never an unwritten row
-    num_keys_S: torch.Tensor  # int64, keys that exist
+    __slots__ = ("_key_rows_SK", "num_keys_S", "num_tiles", "page_size", "page_table_SP")
+
+    def __init__(
+        self, page_table_SP: torch.Tensor, num_keys_S: torch.Tensor, *, page_size: int, max_context: int
+    ) -> None:
+        self.page_table_SP, self.num_keys_S, self.page_size = page_table_SP, num_keys_S, page_size
+        self.num_tiles = -(-max_context // KEY_TILE)  # key tiles of the longest sequence of the step
+        self._key_rows_SK: torch.Tensor | None = None
 
     @property
-    def num_tiles(self) -> int:
-        """Key tiles of the longest sequence of the step."""
-        return int(self.key_rows_SK.shape[1]) // KEY_TILE
+    def key_rows_SK(self) -> torch.Tensor:
+        """Flat cache row of every key position, int64, made when first asked for.
+
+        Past a sequence's end it is the row of position 0, so never an unwritten row.
+        """
+        if self._key_rows_SK is None:
+            position_K = torch.arange(self.num_tiles * KEY_TILE, device=self.page_table_SP.device)
+            position_SK = torch.where(position_K < self.num_keys_S[:, None], position_K, 0)
+            page_SK = self.page_table_SP.gather(1, position_SK // self.page_size)
+            self._key_rows_SK = page_SK * self.page_size + position_SK % self.page_size
+        return self._key_rows_SK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +54,7 @@ class PagedSpans:
 
 
 def paged_keys(page_table_SP: torch.Tensor, num_keys_S: torch.Tensor, *, page_size: int, max_context: int) -> PagedKeys:
-    """Expand page tables to key rows.
+    """Keys of sequences; nothing is computed until a form asks for their rows.
 
     Args:
         page_table_SP: int64 page ids in order; entries past the last used page may hold any valid id.
@@ -49,11 +62,7 @@ def paged_keys(page_table_SP: torch.Tensor, num_keys_S: torch.Tensor, *, page_si
         page_size: tokens per page.
         max_context: at least every ``num_keys``, at most ``P * page_size`` (host integer: no sync).
     """
-    num_columns = -(-max_context // KEY_TILE) * KEY_TILE
-    position_K = torch.arange(num_columns, device=page_table_SP.device)
-    position_SK = torch.where(position_K < num_keys_S[:, None], position_K, 0)
-    page_SK = page_table_SP.gather(1, position_SK // page_size)
-    return PagedKeys(key_rows_SK=page_SK * page_size + position_SK % page_size, num_keys_S=num_keys_S)
+    return PagedKeys(page_table_SP, num_keys_S, page_size=page_size, max_context=max_context)
 
 
 def paged_spans(

@@ -6,11 +6,21 @@ L keys, P pages, F features of a row.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from outrider.ops.attention import absorb_weights, mla_absorbed, mla_expanded
+from outrider.ops.attention import (
+    AbsorbedFunction,
+    AbsorbFunction,
+    absorb_weights,
+    append_latents,
+    mla_absorbed,
+    mla_expanded,
+)
 from outrider.ops.invariant import ROW_TILE
+from outrider.ops.native.library import Library
+from outrider.ops.native.mla import NativeMla, absorb_into_panels
 from outrider.ops.paged import KEY_TILE, PagedSpans, paged_spans
 from outrider.ops.probe import FEW_CASES, NUM_ROWS, OpCheck, company_violation, fixed_check, random_rows, same_bits
 from outrider.ops.spans import SpanLayout, spans_from_lengths
@@ -59,6 +69,11 @@ class MlaSizes:
             value_dim=self.value_dim,
             latent_dim=self.latent_dim,
         )
+
+    @property
+    def suit_native(self) -> bool:
+        """Whether native attention takes them: it multiplies pairs of values."""
+        return self.nope_dim % 2 == self.rope_dim % 2 == self.latent_dim % 2 == 0
 
     @property
     def row_features(self) -> int:
@@ -140,25 +155,59 @@ def query_tile_named(geometry: str) -> int:
     return {_query_tile_name(num_rows): num_rows for num_rows in QUERY_TILES}[geometry]
 
 
-def absorbed_check(sizes: MlaSizes, dtype: torch.dtype, device: torch.device) -> OpCheck:
-    """Attention of decode and verify rows, its products with the absorbed weights included."""
+def absorbed_check(sizes: MlaSizes, dtype: torch.dtype, device: torch.device, native: Library | None = None) -> OpCheck:
+    """Attention of decode and verify rows, its products with the absorbed weights included, and new latents.
+
+    Candidates are the native form, where a library is given and takes these sizes, and the query tiles of the torch
+    form.
+    """
     cut = sizes.cut()
+    native = native if sizes.suit_native else None
 
     def find(geometry: str) -> str | None:
-        weights = absorb_weights(
+        absorb, absorbed = _absorbed_form(geometry, native)
+        weights = absorb(
             _kv_b_weight(cut, dtype, device), num_heads=cut.num_heads, nope_dim=cut.nope_dim, value_dim=cut.value_dim
         )
-        row_tile = query_tile_named(geometry)
 
         def attend(
             q_nope: torch.Tensor, q_rope: torch.Tensor, rows_RC: torch.Tensor, spans: PagedSpans
         ) -> torch.Tensor:
-            return mla_absorbed(q_nope, q_rope, weights, rows_RC, spans, scale=cut.scale, row_tile=row_tile)
+            gate_THW = q_nope.new_full((q_nope.shape[0], cut.num_heads, cut.value_dim), 0.5)
+            return absorbed(q_nope, q_rope, weights, rows_RC, spans, scale=cut.scale, gate_THW=gate_THW)
 
-        return _attention_violation(attend, cut, FEW_CASES, dtype, device)
+        return _append_violation(geometry, native, cut, dtype, device) or _attention_violation(
+            attend, cut, FEW_CASES, dtype, device
+        )
 
     names = tuple(_query_tile_name(num_rows) for num_rows in QUERY_TILES)
+    if native is not None:
+        names = (native.geometry, *names)
     return OpCheck(name=absorbed_name(sizes), geometries=names, find_violation=find)
+
+
+def _absorbed_form(geometry: str, native: Library | None) -> tuple[AbsorbFunction, AbsorbedFunction]:
+    """Weights and attention that a geometry of ``absorbed_check`` means."""
+    if native is not None and geometry == native.geometry:
+        return absorb_into_panels, NativeMla(native).absorbed
+    return absorb_weights, partial(mla_absorbed, row_tile=query_tile_named(geometry))
+
+
+def _append_violation(
+    geometry: str, native: Library | None, sizes: MlaSizes, dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """New latents, normed and stored."""
+    is_native = native is not None and geometry == native.geometry
+    append = NativeMla(native).append_latents if native is not None and is_native else append_latents
+    gain_C = random_rows(sizes.latent_dim, dtype=dtype, device=device)
+
+    def run(x_NC: torch.Tensor) -> torch.Tensor:
+        rows_NC = torch.empty_like(x_NC)
+        append(x_NC, gain_C, 1e-6, rows_NC, torch.arange(x_NC.shape[0], device=device))
+        return rows_NC
+
+    rows_3C = random_rows(NUM_ROWS, sizes.latent_dim + sizes.rope_dim, dtype=dtype, device=device, seed=4)
+    return company_violation(run, rows_3C, cases=FEW_CASES)
 
 
 def absorbed_name(sizes: MlaSizes) -> str:

@@ -17,16 +17,16 @@ from outrider.batch import DraftBlock, DraftSampling
 from outrider.errors import ConfigError, EngineFault
 from outrider.models.dspark.config import DSparkConfig
 from outrider.models.dspark.drawing import DraftDraws
-from outrider.models.dspark.heads import Chain, ConfidenceHead, draft_chain, greedy_draft
+from outrider.models.dspark.heads import Chain, ConfidenceHead, MarkovHead, draft_chain, greedy_draft
 from outrider.models.dspark.joined import drafter_rotary_table, join_layer
+from outrider.models.dspark.kernels import TORCH_BLOCK_KERNELS, BlockKernels
 from outrider.models.dspark.model import DSparkModel
 from outrider.models.kernels import Kernels
 from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.ops.activation import Activation
-from outrider.ops.block_attention import block_attention
 from outrider.ops.native.linear import pack_weights
+from outrider.ops.native.markov import ChainWeights, chain_weights
 from outrider.ops.paged import PagedKeys, paged_keys
-from outrider.ops.rope import apply_half
 
 __all__ = ["SILU", "BlockAnchors", "BlockPredictor", "ContextCache", "Prediction"]
 
@@ -84,6 +84,7 @@ class BlockPredictor:
         num_draft_tokens: drafts per round; None is all of the block. Head and Markov chain run for these only.
         with_confidence: give the confidence of each draft, for a policy that reads it.
         numerics: how the kernels were found.
+        block_kernels: forms of attention, context rows and chain.
 
     Raises:
         ConfigError: more drafts than the block was trained for, or confidence asked of a drafter without it.
@@ -100,6 +101,7 @@ class BlockPredictor:
         num_draft_tokens: int | None = None,
         with_confidence: bool = False,
         numerics: NumericsReport = UNPROBED,
+        block_kernels: BlockKernels = TORCH_BLOCK_KERNELS,
     ) -> None:
         config = model.config
         if with_confidence and model.confidence_head is None:
@@ -119,19 +121,21 @@ class BlockPredictor:
         self._kernels, self._linear, self._norm = kernels, kernels.linear, kernels.norm
         self._dtype = model.fc.weight.dtype
         self._device = model.fc.weight.device
+        self._table = drafter_rotary_table(config, max_context + config.num_block_rows, self._dtype, self._device)
         self._layers = [
-            join_layer(layer, config, mask)
+            join_layer(layer, config, mask, self._table)
             for layer, mask in zip(model.draft_layers(), config.layer_masks, strict=True)
         ]
         kv_begin = config.num_heads * config.head_dim
         self._context_kv_OD = torch.cat([layer.qkv_OD[kv_begin:] for layer in self._layers])
-        self._context_norm_L1K = torch.stack([layer.self_attn.k_norm.weight for layer in model.draft_layers()])[:, None]
-        self._table = drafter_rotary_table(config, max_context + config.num_block_rows, self._dtype, self._device)
+        self._context_gains_LK = torch.stack([layer.self_attn.k_norm.weight for layer in model.draft_layers()])
         self._target_ids_V = (
             None if model.d2t is None else torch.arange(config.draft_vocab_size, device=self._device) + model.d2t
         )
         self._offsets_B = torch.arange(config.num_block_rows, device=self._device)
         pack_weights(self._linear, self._multiplied())
+        self._block_kernels = block_kernels
+        self._chain_weights = None if block_kernels.markov is None else self._native_chain_weights()
 
     def _multiplied(self) -> Iterator[torch.Tensor]:
         """Every matrix that rows are multiplied with; the joined ones stand for the projections in them."""
@@ -183,10 +187,15 @@ class BlockPredictor:
         num_rows = aux_hidden_TAD.shape[0]
         kv_TO = self._linear(self.context_features(aux_hidden_TAD), self._context_kv_OD)
         kv_TL2JK = kv_TO.view(num_rows, config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        keys_TLJK = self._norm(kv_TL2JK[:, :, 0], self._context_norm_L1K, config.rms_norm_eps)
-        rotated_TNK = apply_half(keys_TLJK.flatten(1, 2), self._table, positions_T)
-        cache.rows_2LRJK[0].index_copy_(1, cache_rows_T, rotated_TNK.view_as(keys_TLJK).transpose(0, 1))
-        cache.rows_2LRJK[1].index_copy_(1, cache_rows_T, kv_TL2JK[:, :, 1].transpose(0, 1))
+        self._block_kernels.store(
+            kv_TL2JK,
+            self._context_gains_LK,
+            config.rms_norm_eps,
+            self._table,
+            positions_T,
+            cache_rows_T,
+            cache.rows_2LRJK,
+        )
 
     def predict(self, cache: ContextCache, anchors: BlockAnchors) -> Prediction:
         """Propose drafts for every anchor in one pass; nothing is copied to the host.
@@ -202,12 +211,23 @@ class BlockPredictor:
         rows_ND = kept_GSD.flatten(0, 1)
         lm_head = self._model.lm_head
         logits_NV = self._head(rows_ND) if lm_head is None else self._linear(rows_ND, lm_head.weight)
+        logits_GSV = logits_NV.view(*kept_GSD.shape[:2], -1)
+        if anchors.sampling is None and self._block_kernels.markov is not None and self._chain_weights is not None:
+            token_ids_SG, confidence_SG = self._block_kernels.markov.chain(
+                self._chain_weights, anchors.token_ids_S, kept_GSD, logits_GSV
+            )
+            block = DraftBlock(token_ids_SG=token_ids_SG, confidence_SG=confidence_SG)
+            return Prediction(block=block, logits=logits_GSV.unbind(0))
+        return self._predict_in_steps(anchors, kept_GSD, logits_GSV)
+
+    def _predict_in_steps(self, anchors: BlockAnchors, kept_GSD: torch.Tensor, logits_GSV: torch.Tensor) -> Prediction:
+        """Draft by draft: for drafts that are drawn, and for every head and dtype."""
         draws = self._draws(anchors)
         chain = draft_chain(
             self._model.markov_head,
             anchor_ids_S=anchors.token_ids_S,
             hidden_GSD=kept_GSD,
-            logits_GSV=logits_NV.view(*kept_GSD.shape[:2], -1),
+            logits_GSV=logits_GSV,
             target_ids_V=self._target_ids_V,
             linear=self._linear,
             choose=greedy_draft if draws is None else draws,
@@ -221,6 +241,21 @@ class BlockPredictor:
             probs_SGV=None if draws is None else draws.probs(),
         )
         return Prediction(block=block, logits=chain.logits)
+
+    def _native_chain_weights(self) -> ChainWeights | None:
+        """The heads as the native chain reads them; None where the Markov head is not the vanilla one."""
+        markov, confidence = self._model.markov_head, self._confidence_head
+        if type(markov) is not MarkovHead or markov.rank % 2:
+            return None
+        bias = None if confidence is None else confidence.proj.bias
+        return chain_weights(
+            markov.markov_w1.weight,
+            markov.markov_w2.weight,
+            target_ids_U=self._target_ids_V,
+            confidence_F=None if confidence is None else confidence.proj.weight[0],
+            confidence_bias=0.0 if bias is None else float(bias),
+            hidden_size=self.config.hidden_size,
+        )
 
     def _draws(self, anchors: BlockAnchors) -> DraftDraws | None:
         if anchors.sampling is None:
@@ -259,24 +294,12 @@ class BlockPredictor:
     def _attend(
         self, cache: ContextCache, index: int, normed_TD: torch.Tensor, positions_T: torch.Tensor, keys: PagedKeys
     ) -> torch.Tensor:
-        config, layer = self.config, self._layers[index]
-        num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        qkv_TNK = self._linear(normed_TD, layer.qkv_OD).view(normed_TD.shape[0], -1, head_dim)
-        qk_TNK = self._norm(qkv_TNK[:, : num_heads + num_kv_heads], layer.head_norm_NK, config.rms_norm_eps)
-        qk_TNK = apply_half(qk_TNK, self._table, positions_T)
-        qk_SBNK = qk_TNK.view(-1, config.num_block_rows, num_heads + num_kv_heads, head_dim)
-        qkv_SBNK = qkv_TNK.view(-1, config.num_block_rows, num_heads + 2 * num_kv_heads, head_dim)
-        attended_SBHK = block_attention(
-            qk_SBNK[:, :, :num_heads],
-            cache.keys(index),
-            cache.values(index),
-            qk_SBNK[:, :, num_heads:],
-            qkv_SBNK[:, :, num_heads + num_kv_heads :],
-            keys,
-            layer.mask,
-            scale=head_dim**-0.5,
+        layer = self._layers[index]
+        qkv_TOK = self._linear(normed_TD, layer.qkv_OD).view(normed_TD.shape[0], -1, self.config.head_dim)
+        attended_THK = self._block_kernels.attend(
+            qkv_TOK, layer.heads, positions_T, cache.keys(index), cache.values(index), keys
         )
-        return attended_SBHK.reshape(normed_TD.shape[0], num_heads * head_dim)
+        return attended_THK.flatten(1)
 
     def _confidence(self, head: ConfidenceHead, kept_GSD: torch.Tensor, chain: Chain) -> torch.Tensor:
         features = kept_GSD.transpose(0, 1)

@@ -1,6 +1,6 @@
 """A draft layer's weights as inference uses them: joined projections, per-head gains, mask, rotary table.
 
-Dims: O joined outputs, D model width, I joined MLP width, N = query and key heads, K head width.
+Dims: O joined outputs, D model width, I joined MLP width, P = query and key heads, K head width.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 
 from outrider.models.dspark.config import DraftLayerMask, DSparkConfig, WindowOrigin
 from outrider.models.dspark.model import DraftLayer
-from outrider.ops.block_attention import BlockMask
+from outrider.ops.block_attention import BlockHeads, BlockMask
 from outrider.ops.invariant import island_dtype
 from outrider.ops.rope import RotaryTable, YarnScaling, rotary_table
 
@@ -22,32 +22,38 @@ class JoinedLayer:
 
     input_norm_D: torch.Tensor
     qkv_OD: torch.Tensor  # rows of queries, then keys, then values
-    head_norm_NK: torch.Tensor  # gains of every query head, then of every key head
+    heads: BlockHeads
     output_DO: torch.Tensor
     mlp_norm_D: torch.Tensor
     gate_up_ID: torch.Tensor
     down_DI: torch.Tensor
-    mask: BlockMask
 
 
-def join_layer(layer: DraftLayer, config: DSparkConfig, mask: DraftLayerMask) -> JoinedLayer:
+def join_layer(layer: DraftLayer, config: DSparkConfig, mask: DraftLayerMask, table: RotaryTable) -> JoinedLayer:
     """Join the layer's projections; its parameters become views of the joined storage."""
     attention, mlp = layer.self_attn, layer.mlp
-    head_norm_NK = torch.cat(
-        (
-            attention.q_norm.weight.expand(config.num_heads, -1),
-            attention.k_norm.weight.expand(config.num_kv_heads, -1),
-        )
+    heads = BlockHeads(
+        num_heads=config.num_heads,
+        num_rows=config.num_block_rows,
+        gains_PK=torch.cat(
+            (
+                attention.q_norm.weight.expand(config.num_heads, -1),
+                attention.k_norm.weight.expand(config.num_kv_heads, -1),
+            )
+        ),
+        eps=config.rms_norm_eps,
+        table=table,
+        mask=_block_mask(mask),
+        scale=config.head_dim**-0.5,
     )
     return JoinedLayer(
         input_norm_D=layer.input_layernorm.weight,
         qkv_OD=_join_rows(attention.q_proj, attention.k_proj, attention.v_proj),
-        head_norm_NK=head_norm_NK,
+        heads=heads,
         output_DO=attention.o_proj.weight,
         mlp_norm_D=layer.post_attention_layernorm.weight,
         gate_up_ID=_join_rows(mlp.gate_proj, mlp.up_proj),
         down_DI=mlp.down_proj.weight,
-        mask=_block_mask(mask),
     )
 
 

@@ -7,6 +7,7 @@ import torch
 from outrider.models.dspark.block import SILU, BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables, load_model
 from outrider.models.dspark.config import DSparkConfig, check_target
+from outrider.models.dspark.kernels import choose_block_kernels
 from outrider.models.dspark.model import DSparkModel
 from outrider.models.kernels import PLAIN_KERNELS, Kernels
 from outrider.models.numerics import (
@@ -71,6 +72,7 @@ def load_predictor(
         max_context=max_context,
         num_draft_tokens=num_draft_tokens,
         with_confidence=with_confidence,
+        block_kernels=choose_block_kernels(dtype, device),
     )
 
 

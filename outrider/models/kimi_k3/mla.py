@@ -11,8 +11,7 @@ from outrider.models.kimi_k3.config import MlaConfig
 from outrider.models.kimi_k3.step import StepIndex, scatter_groups
 from outrider.models.layers import Build
 from outrider.models.protocol import TargetCaches
-from outrider.ops.activation import sigmoid_gate
-from outrider.ops.attention import AbsorbedWeights, absorb_weights, mla_expanded
+from outrider.ops.attention import AbsorbedWeights, mla_expanded
 
 __all__ = ["MlaAttention"]
 
@@ -42,7 +41,7 @@ class MlaAttention(nn.Module):
 
     def prepare(self) -> None:
         """Derive the absorbed form of ``kv_b_proj``; call again whenever that weight changes."""
-        self.absorbed = absorb_weights(
+        self.absorbed = self.kernels.absorb(
             self.kv_b_proj.detach(),
             num_heads=self.config.num_heads,
             nope_dim=self.config.nope_head_dim,
@@ -55,27 +54,29 @@ class MlaAttention(nn.Module):
         query, kv_TC, gate = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
         if self.q_norm is not None and self.q_b_proj is not None:
             query = self.linear(self.kernels.norm(query, self.q_norm, eps), self.q_b_proj)
-        latent, shared_key = torch.split(kv_TC, [config.kv_lora_rank, config.rope_head_dim], dim=-1)
-        row_TC = torch.cat([self.kernels.norm(latent, self.kv_norm, eps), shared_key], dim=-1)
-        caches.latents.write(self.cache_index, index.batch.slot_mapping_T, row_TC)
+        rows_RC = caches.latents.rows(self.cache_index)
+        self.kernels.append_latents(kv_TC, self.kv_norm, eps, rows_RC, index.batch.slot_mapping_T)
         query_THK = query.view(-1, config.num_heads, config.qk_head_dim)
-        out_THW = self._attend(query_THK, caches.latents.rows(self.cache_index), index)
-        out = out_THW.flatten(1)
-        return self.linear(sigmoid_gate(out, gate) if config.output_gate else out, self.o_proj)
+        gate_THW = gate.view(-1, config.num_heads, config.v_head_dim) if config.output_gate else None
+        return self.linear(self._attend(query_THK, gate_THW, rows_RC, index).flatten(1), self.o_proj)
 
-    def _attend(self, query_THK: torch.Tensor, rows_RC: torch.Tensor, index: StepIndex) -> torch.Tensor:
-        """Prompt rows in the expanded form, step rows in the absorbed form; ``[T, H, W]``."""
+    def _attend(
+        self, query_THK: torch.Tensor, gate_THW: torch.Tensor | None, rows_RC: torch.Tensor, index: StepIndex
+    ) -> torch.Tensor:
+        """Prompt rows in the expanded form, step rows in the absorbed form, both gated; ``[T, H, W]``."""
         assert self.absorbed is not None, "call prepare() after filling the weights"
         widths = [self.config.nope_head_dim, self.config.rope_head_dim]
         chunk_out = step_out = None
         if index.chunk is not None:
             q_nope_THN, q_rope_THR = torch.split(index.chunk.take(query_THK), widths, dim=-1)
+            gate = None if gate_THW is None else index.chunk.take(gate_THW)
             chunk_out = mla_expanded(
-                q_nope_THN, q_rope_THR, self.kv_b_proj, rows_RC, index.chunk.spans, scale=self.scale
+                q_nope_THN, q_rope_THR, self.kv_b_proj, rows_RC, index.chunk.spans, scale=self.scale, gate_THW=gate
             )
         if index.step is not None:
             q_nope_THN, q_rope_THR = torch.split(index.step.take(query_THK), widths, dim=-1)
+            gate = None if gate_THW is None else index.step.take(gate_THW)
             step_out = self.kernels.absorbed(
-                q_nope_THN, q_rope_THR, self.absorbed, rows_RC, index.step.spans, scale=self.scale
+                q_nope_THN, q_rope_THR, self.absorbed, rows_RC, index.step.spans, scale=self.scale, gate_THW=gate
             )
         return scatter_groups(index, chunk_out, step_out)

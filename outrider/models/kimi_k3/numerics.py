@@ -23,7 +23,8 @@ from outrider.ops.activation import Activation
 from outrider.ops.attention import mla_absorbed
 from outrider.ops.invariant import ROW_TILE, island_dtype
 from outrider.ops.moe import routed_experts_loop
-from outrider.ops.native.library import library_for
+from outrider.ops.native.library import Library, library_for
+from outrider.ops.native.mla import NativeMla, absorb_into_panels
 from outrider.ops.native.moe import RoutedExperts
 from outrider.ops.probe import OpCheck
 from outrider.ops.probe_mixers import (
@@ -88,7 +89,10 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
         checks += kda_checks(config, dtype, device)
     if config.mla_layers:
         sizes = _mla_sizes(config)
-        checks += [absorbed_check(sizes, dtype, device), expanded_check(sizes, dtype, device)]
+        checks += [
+            absorbed_check(sizes, dtype, device, library_for(dtype, device)),
+            expanded_check(sizes, dtype, device),
+        ]
         if config.mla.output_gate:
             checks.append(sigmoid_gate_check(sizes.num_heads * sizes.value_dim, dtype, device))
     return tuple(checks)
@@ -113,9 +117,7 @@ def _kernels(
     if config.moe is not None:
         chosen = _with_moe_kernels(chosen, config, config.moe, dtype, device, geometries)
     if config.mla_layers:
-        row_tile = query_tile_named(geometries[absorbed_name(_mla_sizes(config))])
-        if row_tile != ROW_TILE:
-            chosen = replace(chosen, absorbed=partial(mla_absorbed, row_tile=row_tile))
+        chosen = _with_absorbed(chosen, geometries[absorbed_name(_mla_sizes(config))], library_for(dtype, device))
     if config.kda_layers:
         chosen = replace(chosen, kda=chosen_kda(config, dtype, device, geometries))
     return with_native_rows(
@@ -155,6 +157,15 @@ def _routed_sizes(config: KimiK3Config, moe: MoeConfig) -> RoutedSizes:
         width=moe.latent_size or config.hidden_size,
         inner=moe.intermediate_size,
     )
+
+
+def _with_absorbed(kernels: Kernels, geometry: str, native: Library | None) -> Kernels:
+    """Attention of decode and verify rows as its check found it."""
+    if native is not None and geometry == native.geometry:
+        mla = NativeMla(native)
+        return replace(kernels, absorbed=mla.absorbed, absorb=absorb_into_panels, append_latents=mla.append_latents)
+    row_tile = query_tile_named(geometry)
+    return kernels if row_tile == ROW_TILE else replace(kernels, absorbed=partial(mla_absorbed, row_tile=row_tile))
 
 
 def _activation(config: KimiK3Config) -> Activation:

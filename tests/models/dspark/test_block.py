@@ -8,6 +8,7 @@ import torch
 from outrider.errors import ConfigError, EngineFault
 from outrider.models.dspark.block import BlockAnchors, BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables, load_model
+from outrider.models.dspark.kernels import TORCH_BLOCK_KERNELS, choose_block_kernels
 from outrider.models.kernels import EXACT_KERNELS
 from outrider.ops.linear import embedding, linear
 from outrider.testing.reference_dspark import ReferenceDSpark, ReferenceShape
@@ -63,7 +64,9 @@ class Toy:
     head_VD: torch.Tensor
     directory: object
 
-    def predictor(self, dtype=F64, num_draft_tokens=None, with_confidence=True) -> BlockPredictor:
+    def predictor(
+        self, dtype=F64, num_draft_tokens=None, with_confidence=True, block_kernels=TORCH_BLOCK_KERNELS
+    ) -> BlockPredictor:
         embedding_VD, head_VD = self.embedding_VD.to(dtype), self.head_VD.to(dtype)
         tables = TargetTables(embedding_VD=embedding_VD, head_VD=head_VD)
         return BlockPredictor(
@@ -74,6 +77,7 @@ class Toy:
             max_context=MAX_CONTEXT,
             num_draft_tokens=num_draft_tokens,
             with_confidence=with_confidence and self.options.confidence != "none",
+            block_kernels=block_kernels,
         )
 
     def reference(self, weights=None, **changes) -> ReferenceDSpark:
@@ -219,11 +223,38 @@ def test_mutations_are_detected(mutation, tmp_path):
     assert difference(prediction, drafts[1]) > 1e-4
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gated", "rnn", "reduced"])
-def test_neighbours_page_order_and_foreign_memory_change_no_bit(name, dtype, tmp_path):
+@pytest.mark.parametrize("name", VARIANTS)
+def test_native_forms_agree_with_the_torch_forms(name, tmp_path):
+    """One block from cached context in bfloat16: logits within its rounding, and the same drafts where it allows."""
+    native = choose_block_kernels(torch.bfloat16, torch.device("cpu"))
+    if native == TORCH_BLOCK_KERNELS:
+        pytest.skip("no native operations here")
     toy = make_toy(tmp_path, VARIANTS[name])
-    predictor = toy.predictor(dtype)
+    taps = toy.taps(torch.Generator().manual_seed(2), 90)
+    predictions = []
+    for kernels in (native, TORCH_BLOCK_KERNELS):
+        sequences = Sequences(toy.predictor(torch.bfloat16, block_kernels=kernels), 1)
+        sequences.observe({0: taps})
+        predictions.append(sequences.propose({0: 5}))
+    ours, theirs = predictions
+    assert torch.equal(ours.block.token_ids_SG[:, :1], theirs.block.token_ids_SG[:, :1])
+    scale = float(theirs.logits[0].double().abs().max())
+    assert float((ours.logits[0].double() - theirs.logits[0].double()).abs().max()) < 2.0**-5 * scale
+    if theirs.block.confidence_SG is not None:
+        assert torch.allclose(ours.block.confidence_SG[:, 0], theirs.block.confidence_SG[:, 0], atol=2.0**-5)
+    chosen = torch.stack([logits.max(-1).indices for logits in ours.logits], dim=1)
+    if "d2t" in toy.weights:
+        chosen = chosen + toy.weights["d2t"][chosen]
+    assert torch.equal(chosen, ours.block.token_ids_SG)
+
+
+@pytest.mark.parametrize("form", [torch.float64, torch.float32, torch.bfloat16, "native"], ids=str)
+@pytest.mark.parametrize("name", ["gated", "rnn", "reduced", "sliding"])
+def test_neighbours_page_order_and_foreign_memory_change_no_bit(name, form, tmp_path):
+    toy = make_toy(tmp_path, VARIANTS[name])
+    dtype = torch.bfloat16 if form == "native" else form
+    kernels = choose_block_kernels(dtype, torch.device("cpu")) if form == "native" else TORCH_BLOCK_KERNELS
+    predictor = toy.predictor(dtype, block_kernels=kernels)
     generator = torch.Generator().manual_seed(4)
     taps = [toy.taps(generator, count) for count in (70, 3, 129, 64, 20)]
     together = Sequences(predictor, 5)
