@@ -68,7 +68,7 @@ Rates = Annotated[tuple[float, ...], _comma_separated(float, "0.9,0.8")]
 Biases = Annotated[tuple[tuple[int, float], ...], _biases()]
 Names = Annotated[tuple[str, ...], _comma_separated(str, "a,b")]
 Dtype = Literal["auto", "float64", "float32", "bfloat16"]
-Experts = Literal["unpacked", "packed"]
+Experts = Literal["auto", "unpacked", "packed"]
 Acceptance = Literal["match", "rejection", "block"]
 Numerics = Literal["exact", "fast"]
 Probe = Literal["auto", "force", "skip"]
@@ -129,8 +129,8 @@ class Generate:
     """Number format of the model; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
-    experts: Experts = "unpacked"
-    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    experts: Experts = "auto"
+    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
     numerics: Numerics = "exact"
     """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
     probe: Probe = "auto"
@@ -187,8 +187,8 @@ class BenchAb:
     """Number format of the models; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
-    experts: Experts = "unpacked"
-    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    experts: Experts = "auto"
+    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
     numerics: Numerics = "exact"
     """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
     probe: Probe = "auto"
@@ -217,8 +217,8 @@ class BenchNumerics:
     """Number format of the model; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
-    experts: Experts = "unpacked"
-    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    experts: Experts = "auto"
+    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
     json: str = ""
     """File for the results."""
 
@@ -331,8 +331,8 @@ class Logits:
     """Number format of the model; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
-    experts: Experts = "unpacked"
-    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    experts: Experts = "auto"
+    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
     numerics: Numerics = "exact"
     """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
     probe: Probe = "auto"
@@ -365,8 +365,8 @@ class Verify:
     """Number format of the models; auto = that of the checkpoint."""
     device: str = "cpu"
     """PyTorch device."""
-    experts: Experts = "unpacked"
-    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    experts: Experts = "auto"
+    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
 
 
 subcommand = tyro.conf.subcommand

@@ -41,7 +41,7 @@ class ArmOptions:
     speculation: str | int
     dtype: str | None
     device: str
-    experts: Literal["unpacked", "packed"]
+    experts: Literal["auto", "unpacked", "packed"]
     max_num_seqs: int
     numerics: Literal["exact", "fast"]
     probe: Literal["auto", "force", "skip"]

@@ -59,7 +59,7 @@ def run_demo(command: Demo) -> int:
             speculation="auto",
             dtype=resolve_dtype("auto"),
             device="cpu",
-            experts="unpacked",
+            experts="auto",
             max_num_seqs=max(cell.concurrency for cell in CELLS),
             numerics=command.numerics,
             probe=command.probe,

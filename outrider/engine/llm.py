@@ -44,7 +44,7 @@ class LLM:
         speculation: "auto" (all drafts of the block), "off", or drafts per round.
         dtype: compute dtype, "bfloat16", "float32" or "float64"; None takes the checkpoint's.
         device: torch device.
-        experts: "packed" keeps MXFP4 experts packed, "unpacked" decodes them once.
+        experts: "packed" keeps MXFP4 experts packed, "unpacked" decodes them once, "auto" takes the faster.
         max_num_seqs: sequences that run at once; each holds a recurrent state.
         max_model_len: prompt and output tokens of one sequence; None takes the model's, up to 8192.
         limits: further budgets.
@@ -65,7 +65,7 @@ class LLM:
         speculation: str | int = "auto",
         dtype: str | None = None,
         device: str = "cpu",
-        experts: ExpertForm = "unpacked",
+        experts: ExpertForm = "auto",
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         limits: EngineLimits | None = None,

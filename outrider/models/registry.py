@@ -25,7 +25,7 @@ class TargetLoader(Protocol):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        experts: ExpertForm = "unpacked",
+        experts: ExpertForm = "auto",
         numerics: NumericsChoice | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> TargetModel:
@@ -41,7 +41,7 @@ def load_target(
     *,
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
-    experts: ExpertForm = "unpacked",
+    experts: ExpertForm = "auto",
     numerics: NumericsChoice | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> TargetModel:

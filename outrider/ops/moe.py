@@ -5,20 +5,31 @@ J = 2 I, R (row, expert) pairs.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
 from outrider.ops.activation import Activation, glu_fused
+from outrider.ops.experts import (
+    Experts,
+    ExpertsFunction,
+    PackedExperts,
+    PrepareRouted,
+    RoutedFunction,
+    Router,
+    Routing,
+    StackedExperts,
+)
 from outrider.ops.invariant import island_dtype, sigmoid, tile_bmm
 from outrider.ops.linear import LinearFunction, linear, linear_padded, linear_plain
-from outrider.ops.quant import decode_mxfp4
 from outrider.ops.select import topk_lowest
 
 __all__ = [
     "Experts",
     "ExpertsFunction",
     "PackedExperts",
+    "PrepareRouted",
+    "RoutedFunction",
+    "Router",
     "Routing",
     "StackedExperts",
     "combine",
@@ -29,6 +40,7 @@ __all__ = [
     "routed_experts_loop",
     "routed_experts_plain",
     "routed_experts_reference",
+    "routed_path",
     "stack_experts",
 ]
 
@@ -36,58 +48,6 @@ __all__ = [
 BATCHED_MAX_ROWS = 16
 # Where all first matrices together hold no more elements, reading them costs less than a call per chosen expert.
 SMALL_STACK_ELEMENTS = 1 << 18
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Routing:
-    """Chosen experts of each row, ascending, with their weights."""
-
-    expert_ids_TX: torch.Tensor  # int64
-    weights_TX: torch.Tensor  # island dtype
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StackedExperts:
-    """Weights of all experts in the compute dtype; gate and up projection share one product."""
-
-    gate_up_EJL: torch.Tensor  # rows of w1 (gate), then rows of w3 (up)
-    down_ELI: torch.Tensor
-
-    @property
-    def num_experts(self) -> int:
-        """Experts in the stack."""
-        return int(self.gate_up_EJL.shape[0])
-
-    def expert(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gate-up ``[J, L]`` and down ``[L, I]`` weights of one expert."""
-        return self.gate_up_EJL[index], self.down_ELI[index]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedExperts:
-    """The same weights as MXFP4 codes and scales (uint8), decoded when an expert is used."""
-
-    gate_up_packed_EJB: torch.Tensor
-    gate_up_scale_EJG: torch.Tensor
-    down_packed_ELB: torch.Tensor
-    down_scale_ELG: torch.Tensor
-    dtype: torch.dtype  # compute dtype of the decoded weights
-
-    @property
-    def num_experts(self) -> int:
-        """Experts in the stack."""
-        return int(self.gate_up_packed_EJB.shape[0])
-
-    def expert(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decoded weights of one expert: exact, so equal to having unpacked them at load."""
-        return (
-            decode_mxfp4(self.gate_up_packed_EJB[index], self.gate_up_scale_EJG[index], self.dtype),
-            decode_mxfp4(self.down_packed_ELB[index], self.down_scale_ELG[index], self.dtype),
-        )
-
-
-Experts = StackedExperts | PackedExperts
-ExpertsFunction = Callable[[torch.Tensor, Routing, Experts, Activation], torch.Tensor]
 
 
 def stack_experts(w1_EIL: torch.Tensor, w3_EIL: torch.Tensor, w2_ELI: torch.Tensor) -> StackedExperts:
@@ -129,6 +89,39 @@ def route(
             total_T1 = total_T1 + weights_TX[:, x : x + 1]
         weights_TX = weights_TX / (total_T1 + 1e-20)
     return Routing(expert_ids_TX=expert_ids_TX, weights_TX=weights_TX * scaling)
+
+
+def routed_path(
+    x_TD: torch.Tensor,
+    x_TL: torch.Tensor,
+    router: Router,
+    experts: Experts,
+    activation: Activation,
+    *,
+    product: LinearFunction = linear_padded,
+    run_experts: ExpertsFunction | None = None,
+) -> torch.Tensor:
+    """Router, experts and combine, ``[T, L]`` in the dtype of x.
+
+    Args:
+        x_TD: router input.
+        x_TL: what the experts see.
+        router: weights and settings of ``route``.
+        experts: weights of the experts.
+        activation: between their two products.
+        product: of the rows with the router's weight.
+        run_experts: form of the experts; None takes ``routed_experts``.
+    """
+    routing = route(
+        x_TD,
+        router.gate_weight_ED,
+        router.correction_bias_E,
+        top_k=router.top_k,
+        renormalize=router.renormalize,
+        scaling=router.scaling,
+        product=product,
+    )
+    return (run_experts or routed_experts)(x_TL, routing, experts, activation)
 
 
 def combine(outputs_TXL: torch.Tensor, weights_TX: torch.Tensor) -> torch.Tensor:

@@ -4,6 +4,7 @@ Dims: N rows of a call, O outputs, I inputs, H heads, W head width, K taps, D ch
 stack, L width of the experts, J two inner widths.
 """
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,15 +22,19 @@ from outrider.ops.linear import (
 )
 from outrider.ops.moe import (
     BATCHED_MAX_ROWS,
+    RoutedFunction,
+    Router,
     Routing,
     StackedExperts,
     expert_product,
     routed_experts_batched,
     routed_experts_loop,
+    routed_path,
 )
 from outrider.ops.native.activation import NativeGlu
 from outrider.ops.native.library import Library
 from outrider.ops.native.linear import PackedLinear
+from outrider.ops.native.moe import RoutedExperts
 from outrider.ops.native.norm import NativeNorm
 from outrider.ops.norm import NormFunction, gated_rms_norm, rms_norm
 from outrider.ops.probe import (
@@ -48,6 +53,7 @@ from outrider.ops.spans import spans_from_lengths
 
 __all__ = [
     "BOTH_FORMS",
+    "RoutedSizes",
     "activation_check",
     "activation_name",
     "conv_check",
@@ -61,6 +67,7 @@ __all__ = [
     "norm_check",
     "norm_name",
     "probed_shape",
+    "routed_check",
     "sigmoid_gate_check",
     "tiles_named",
 ]
@@ -72,6 +79,22 @@ LARGE_WEIGHT = 1 << 20
 # Experts probed at most; their number is a batch dim.
 PROBE_EXPERTS = 4
 BOTH_FORMS = "batched or looped"
+TORCH_FORMS = "torch forms"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoutedSizes:
+    """Sizes of a layer's routed path."""
+
+    num_experts: int
+    model_width: int  # of the router's input
+    width: int  # of the experts' input and output
+    inner: int
+
+    @property
+    def name(self) -> str:
+        """Name of its check."""
+        return f"router {self.num_experts}x{self.model_width} and {experts_name(self.width, self.inner)} in one call"
 
 
 def probed_shape(num_out: int, num_in: int) -> tuple[int, int]:
@@ -187,6 +210,36 @@ def norm_check(
 def _row_forms(native: Library | None) -> tuple[str, ...]:
     """Geometries of an operation that has a torch form and, with a library, a native one."""
     return (FIXED,) if native is None else (native.geometry, FIXED)
+
+
+def routed_check(sizes: RoutedSizes, activation: Activation, native: Library) -> OpCheck:
+    """Router, experts and combine: in one native call, or the torch forms one after the other; bfloat16, CPU."""
+    dtype, device = torch.bfloat16, torch.device("cpu")
+    stack, model_width, width, inner = (
+        min(sizes.num_experts, PROBE_EXPERTS), sizes.model_width, sizes.width, sizes.inner
+    )  # fmt: skip
+
+    def find(geometry: str) -> str | None:
+        router = Router(
+            gate_weight_ED=random_rows(stack, model_width, dtype=torch.float32, device=device),
+            correction_bias_E=random_rows(stack, dtype=torch.float32, device=device),
+            top_k=(stack + 1) // 2,
+            renormalize=True,
+            scaling=1.0,
+        )
+        experts = StackedExperts(
+            gate_up_EJL=random_rows(stack, 2 * inner, width, dtype=dtype, device=device, seed=2),
+            down_ELI=random_rows(stack, width, inner, dtype=dtype, device=device, seed=3),
+        )
+        routed: RoutedFunction = partial(routed_path, router=router, experts=experts, activation=activation)
+        if geometry == native.geometry:
+            routed = RoutedExperts(native, router, experts, activation)
+        rows_3F = random_rows(NUM_ROWS, model_width + width, dtype=dtype, device=device, seed=4)
+        return company_violation(
+            lambda x_NF: routed(x_NF[:, :model_width], x_NF[:, model_width:]), rows_3F, cases=FEW_CASES
+        )
+
+    return OpCheck(name=sizes.name, geometries=(native.geometry, TORCH_FORMS), find_violation=find)
 
 
 def norm_name(width: int) -> str:

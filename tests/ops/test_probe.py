@@ -11,12 +11,14 @@ from outrider.ops.kda_step import PLAIN_KDA, KdaForm, kda_commit_seats
 from outrider.ops.native.activation import NativeGlu
 from outrider.ops.native.library import library_for
 from outrider.ops.native.linear import PackedLinear
+from outrider.ops.native.moe import RoutedExperts
 from outrider.ops.native.norm import NativeNorm
 
 CPU = torch.device("cpu")
 SITU = Activation(name="situ", beta=4.0, linear_beta=25.0)
 SIZES = probe_mixers.MlaSizes(num_heads=3, nope_dim=16, rope_dim=8, value_dim=12, latent_dim=32)
 KDA = probe_kda.KdaSizes(num_heads=3, width=20, num_taps=4, bound=-5.0, eps=1e-5)
+ROUTED = probe_ops.RoutedSizes(num_experts=5, model_width=20, width=40, inner=24)
 OPEN_KDA = probe_kda.KdaSizes(num_heads=2, width=16, num_taps=3, bound=None, eps=1e-5)
 
 
@@ -91,7 +93,7 @@ def test_an_operation_that_depends_on_the_number_of_rows_is_found(name, monkeypa
     assert found is not None and ("differs" in found)
 
 
-@pytest.mark.parametrize("name", ["linear", "norm", "mix", "activation"])
+@pytest.mark.parametrize("name", ["linear", "norm", "mix", "activation", "routed"])
 def test_a_native_form_that_depends_on_the_number_of_rows_is_found(name, monkeypatch):
     """Then the torch form, which holds, is taken."""
     native = library_for(torch.bfloat16, CPU)
@@ -103,6 +105,7 @@ def test_a_native_form_that_depends_on_the_number_of_rows_is_found(name, monkeyp
         "norm": (NativeNorm, "rms_norm", probe_ops.norm_check(40, 1e-6, dtype, CPU, native)),
         "mix": (NativeNorm, "mix_norm", probe_ops.mix_check(5, 40, 1e-6, dtype, CPU, native)),
         "activation": (NativeGlu, "__call__", probe_ops.activation_check(SITU, 24, dtype, CPU, native)),
+        "routed": (RoutedExperts, "__call__", probe_ops.routed_check(ROUTED, SITU, native)),
     }[name]
     real = getattr(form, attribute)
 

@@ -12,7 +12,7 @@ from outrider.errors import ConfigError
 from outrider.models.kimi_k3.config import KimiK3Config
 from outrider.models.kimi_k3.kda import KDA_CHUNK, KdaAttention
 from outrider.models.kimi_k3.mla import MlaAttention
-from outrider.models.kimi_k3.moe import DenseFfn, ExpertForm, MoeFfn
+from outrider.models.kimi_k3.moe import DenseFfn, ExpertStorage, MoeFfn
 from outrider.models.kimi_k3.residual import ResidualMix, ResidualStream
 from outrider.models.kimi_k3.step import StepIndex
 from outrider.models.layers import Build
@@ -28,7 +28,7 @@ __all__ = ["DecoderLayer", "KimiK3Model", "cache_layouts"]
 class DecoderLayer(nn.Module):
     """One layer: two sublayers, each fed by a mix of the residual stream and a norm (section 4.3)."""
 
-    def __init__(self, config: KimiK3Config, i: int, experts: ExpertForm, build: Build) -> None:
+    def __init__(self, config: KimiK3Config, i: int, experts: ExpertStorage, build: Build) -> None:
         super().__init__()
         width, eps, block = config.hidden_size, config.rms_norm_eps, config.attn_res_block_size
         self.eps = eps
@@ -76,7 +76,7 @@ class KimiK3Model(nn.Module):
     chunk_multiple = KDA_CHUNK
 
     def __init__(
-        self, config: KimiK3Config, *, experts: ExpertForm, build: Build, numerics: NumericsReport = UNPROBED
+        self, config: KimiK3Config, *, experts: ExpertStorage, build: Build, numerics: NumericsReport = UNPROBED
     ) -> None:
         super().__init__()
         self.config = config
@@ -105,6 +105,8 @@ class KimiK3Model(nn.Module):
         pack_weights(self.linear, (weight for weight in self.parameters() if weight is not self.embedding))
         for layer in self._layers:
             layer.attention.prepare()
+            if isinstance(layer.ffn, MoeFfn):
+                layer.ffn.prepare()
 
     def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
         """Tap "after layer t" for each 0-based t, in the given order; -1 is the embedding.

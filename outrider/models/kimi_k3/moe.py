@@ -11,11 +11,12 @@ from torch import nn
 from outrider.models.kimi_k3.config import MXFP4_GROUP, MoeConfig
 from outrider.models.layers import Build
 from outrider.ops.activation import Activation
-from outrider.ops.moe import PackedExperts, StackedExperts, route
+from outrider.ops.moe import PackedExperts, RoutedFunction, Router, StackedExperts, routed_path
 
-__all__ = ["DenseFfn", "ExpertForm", "MoeFfn"]
+__all__ = ["DenseFfn", "ExpertForm", "ExpertStorage", "MoeFfn"]
 
-ExpertForm = Literal["unpacked", "packed"]
+ExpertStorage = Literal["unpacked", "packed"]
+ExpertForm = Literal["auto", "unpacked", "packed"]  # as asked for; auto is settled when a checkpoint is loaded
 
 
 class DenseFfn(nn.Module):
@@ -76,7 +77,7 @@ class MoeFfn(nn.Module):
         hidden_size: int,
         eps: float,
         activation: Activation,
-        experts: ExpertForm,
+        experts: ExpertStorage,
         build: Build,
     ) -> None:
         super().__init__()
@@ -94,24 +95,23 @@ class MoeFfn(nn.Module):
         self.routed_norm = build.weight(latent) if latent and config.latent_norm else None
         width = latent or hidden_size
         make = UnpackedWeights if experts == "unpacked" else PackedWeights
-        self.experts = make(config.num_experts, width, inner, build)
+        # None once a kernel holds them in its own layout.
+        self.experts: UnpackedWeights | PackedWeights | None = make(config.num_experts, width, inner, build)
+        self._routed: RoutedFunction | None = None
+
+    def prepare(self) -> None:
+        """Hand the weights of the routed path to the kernel that wants them in its own layout, and drop ours."""
+        if self.kernels.routed is not None and self.experts is not None:
+            self._routed = self.kernels.routed(self._router(), self.experts.stacked(), self.activation)
+            self.experts = None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """``[T, D]`` to ``[T, D]``."""
-        routing = route(
-            x_TD,
-            self.gate.weight,
-            self.correction_bias.weight,
-            top_k=self.config.experts_per_token,
-            renormalize=self.config.renormalize,
-            scaling=self.config.routed_scaling_factor,
-            product=self.kernels.router,
-        )
         latent_TL, shared_TJ = x_TD, None
         if self.in_proj is not None:
             down_TL, shared_TJ = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
             latent_TL = down_TL if self.up_proj is not None else x_TD
-        out = self.kernels.experts(latent_TL, routing, self.experts.stacked(), self.activation)
+        out = self._run_routed(x_TD, latent_TL)
         if self.routed_norm is not None:
             out = self.kernels.norm(out, self.routed_norm, self.eps)
         if self.up_proj is not None:
@@ -119,3 +119,27 @@ class MoeFfn(nn.Module):
         if self.shared_down is not None and shared_TJ is not None:
             out = out + self.linear(self.kernels.glu(self.activation, shared_TJ), self.shared_down)
         return out
+
+    def _run_routed(self, x_TD: torch.Tensor, x_TL: torch.Tensor) -> torch.Tensor:
+        """Router, experts and combine, ``[T, L]``."""
+        if self._routed is not None:
+            return self._routed(x_TD, x_TL)
+        assert self.experts is not None, "the weights of the experts were handed over without a kernel"
+        return routed_path(
+            x_TD,
+            x_TL,
+            self._router(),
+            self.experts.stacked(),
+            self.activation,
+            product=self.kernels.router,
+            run_experts=self.kernels.experts,
+        )
+
+    def _router(self) -> Router:
+        return Router(
+            gate_weight_ED=self.gate.weight,
+            correction_bias_E=self.correction_bias.weight,
+            top_k=self.config.experts_per_token,
+            renormalize=self.config.renormalize,
+            scaling=self.config.routed_scaling_factor,
+        )

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from outrider.models.kernels import PLAIN_KERNELS, Kernels
-from outrider.models.kimi_k3.config import KimiK3Config
+from outrider.models.kimi_k3.config import KimiK3Config, MoeConfig
 from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.kimi_k3.numerics_kda import chosen_kda, kda_checks
 from outrider.models.layers import Build, IslandParameter
@@ -24,6 +24,7 @@ from outrider.ops.attention import mla_absorbed
 from outrider.ops.invariant import ROW_TILE, island_dtype
 from outrider.ops.moe import routed_experts_loop
 from outrider.ops.native.library import library_for
+from outrider.ops.native.moe import RoutedExperts
 from outrider.ops.probe import OpCheck
 from outrider.ops.probe_mixers import (
     MlaSizes,
@@ -34,6 +35,7 @@ from outrider.ops.probe_mixers import (
 )
 from outrider.ops.probe_ops import (
     BOTH_FORMS,
+    RoutedSizes,
     activation_check,
     activation_name,
     experts_check,
@@ -43,6 +45,7 @@ from outrider.ops.probe_ops import (
     mix_name,
     norm_check,
     norm_name,
+    routed_check,
     sigmoid_gate_check,
 )
 
@@ -71,13 +74,10 @@ def model_checks(config: KimiK3Config, dtype: torch.dtype, device: torch.device)
 
 
 def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: torch.device) -> tuple[OpCheck, ...]:
-    island, moe = island_dtype(dtype), config.moe
     checks = list(linear_checks(LINEAR, shapes, dtype, device))
     activation = _activation(config)
-    if moe is not None:
-        width = moe.latent_size or config.hidden_size
-        checks += linear_checks(ROUTER, [(moe.num_experts, config.hidden_size)], island, device)
-        checks.append(experts_check(moe.num_experts, width, moe.intermediate_size, activation, dtype, device))
+    if config.moe is not None:
+        checks += _moe_checks(config, config.moe, dtype, device)
     native = library_for(dtype, device)
     checks += [activation_check(activation, inner, dtype, device, native) for inner in sorted(_inner_sizes(config))]
     checks += [norm_check(width, config.rms_norm_eps, dtype, device, native) for width in sorted(_norm_widths(config))]
@@ -94,20 +94,24 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
     return tuple(checks)
 
 
+def _moe_checks(config: KimiK3Config, moe: MoeConfig, dtype: torch.dtype, device: torch.device) -> list[OpCheck]:
+    """The routed path in one call where there is a native one, else its parts."""
+    width, activation = moe.latent_size or config.hidden_size, _activation(config)
+    if (native := library_for(dtype, device)) is not None:
+        return [routed_check(_routed_sizes(config, moe), activation, native)]
+    return [
+        *linear_checks(ROUTER, [(moe.num_experts, config.hidden_size)], island_dtype(dtype), device),
+        experts_check(moe.num_experts, width, moe.intermediate_size, activation, dtype, device),
+    ]
+
+
 def _kernels(
     config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: torch.device, geometries: Mapping[str, str]
 ) -> Kernels:
     """Kernels in the geometries that were found; a default geometry is the default function."""
     chosen = Kernels(linear=chosen_linear(LINEAR, shapes, dtype, device, geometries))
-    moe = config.moe
-    if moe is not None:
-        router_shape = (moe.num_experts, config.hidden_size)
-        router = chosen_linear(ROUTER, [router_shape], island_dtype(dtype), device, geometries)
-        chosen = replace(chosen, router=router)
-        geometry = geometries[experts_name(moe.latent_size or config.hidden_size, moe.intermediate_size)]
-        if geometry != BOTH_FORMS:
-            product = experts_product(geometry, dtype)
-            chosen = replace(chosen, experts=partial(routed_experts_loop, product=product))
+    if config.moe is not None:
+        chosen = _with_moe_kernels(chosen, config, config.moe, dtype, device, geometries)
     if config.mla_layers:
         row_tile = query_tile_named(geometries[absorbed_name(_mla_sizes(config))])
         if row_tile != ROW_TILE:
@@ -122,6 +126,34 @@ def _kernels(
         dtype=dtype,
         device=device,
         geometries=geometries,
+    )
+
+
+def _with_moe_kernels(
+    chosen: Kernels,
+    config: KimiK3Config,
+    moe: MoeConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    geometries: Mapping[str, str],
+) -> Kernels:
+    if (native := library_for(dtype, device)) is not None:
+        holds = geometries[_routed_sizes(config, moe).name] == native.geometry
+        return replace(chosen, routed=partial(RoutedExperts, native)) if holds else chosen
+    router_shape = (moe.num_experts, config.hidden_size)
+    chosen = replace(chosen, router=chosen_linear(ROUTER, [router_shape], island_dtype(dtype), device, geometries))
+    geometry = geometries[experts_name(moe.latent_size or config.hidden_size, moe.intermediate_size)]
+    if geometry == BOTH_FORMS:
+        return chosen
+    return replace(chosen, experts=partial(routed_experts_loop, product=experts_product(geometry, dtype)))
+
+
+def _routed_sizes(config: KimiK3Config, moe: MoeConfig) -> RoutedSizes:
+    return RoutedSizes(
+        num_experts=moe.num_experts,
+        model_width=config.hidden_size,
+        width=moe.latent_size or config.hidden_size,
+        inner=moe.intermediate_size,
     )
 
 

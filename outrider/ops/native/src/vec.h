@@ -64,6 +64,8 @@ inline Vec round_even(Vec a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_N
 inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
 }
+// Whether a < b in every lane; false where either is NaN.
+inline bool all_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ) == 0xffff; }
 inline Vec where_nan(Vec a, Vec yes, Vec no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), no.v, yes.v)};
 }
@@ -154,6 +156,8 @@ inline Vec round_even(Vec a) { return {_mm256_round_ps(a.v, _MM_FROUND_TO_NEARES
 inline Vec where_less(Vec a, Vec b, Vec yes, Vec no) {
   return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
 }
+// Whether a < b in every lane; false where either is NaN.
+inline bool all_less(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ)) == 0xff; }
 inline Vec where_nan(Vec a, Vec yes, Vec no) {
   return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q))};
 }
@@ -221,6 +225,7 @@ inline Vec tanh(Vec x) {
   p = fma(p, z, splat(-3.33332819422e-1f));
   Vec small = fma(p * z, x, x);
   Vec size = abs(x);
+  if (all_less(size, splat(0.625f))) return small;  // no lane needs the rest, which costs more than all of this
   Vec large = splat(1.0f) - splat(2.0f) / (exp(size + size) + splat(1.0f));
   return where_less(size, splat(0.625f), small, xor_sign(large, x));
 }
