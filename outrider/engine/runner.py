@@ -8,6 +8,7 @@ import torch
 from outrider.cache.cache_set import CacheBudget, CacheSet
 from outrider.config import EngineConfig
 from outrider.engine.batching import PageTable
+from outrider.engine.memory import num_log_rows
 from outrider.engine.preemption import HostCopy, copy_in, copy_out
 from outrider.engine.round import RoundParts, run_round
 from outrider.errors import ConfigError
@@ -46,11 +47,7 @@ class Runner:
                 num_pages=config.cache.num_pages,
                 page_size=config.cache.page_size,
                 num_slots=config.scheduler.max_num_seqs,
-                # The log holds decode and verify rows only, not prompt rows.
-                max_step_rows=min(
-                    config.scheduler.max_step_rows,
-                    config.scheduler.max_num_seqs * (1 + config.num_draft_tokens),
-                ),
+                max_step_rows=num_log_rows(config),
             ),
             device,
         )

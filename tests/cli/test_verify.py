@@ -75,6 +75,20 @@ def test_the_control_changes_no_output(line: list[str], capsys: pytest.CaptureFi
     assert "without the fault" in printed
 
 
+def test_taps_of_the_neighbouring_conventions_are_compared(line: list[str], tmp_path: Path, capsys) -> None:
+    """B02: layers (0, 1) of three can also be tapped one later, not one earlier; no token changes."""
+    out = tmp_path / "out.json"
+    assert main([*line, "--taps", "--json", str(out)]) == 0
+    printed, taps = capsys.readouterr().out, json.loads(out.read_text())["taps"]
+    assert [(arm["shift"], arm["aux_layer_ids"]) for arm in taps] == [(0, [0, 1]), (1, [1, 2])]
+    assert "taps as the config says, after layers 0, 1:" in printed
+    assert "taps one layer later, after layers 1, 2:" in printed
+    cells = json.loads(out.read_text())["cells"]
+    (same,) = [cell for cell in cells if all(cell[key] == value for key, value in taps[0]["cell"].items())]
+    assert [same[key] for key in ("num_drafted", "num_accepted")] == [taps[0]["num_drafted"], taps[0]["num_accepted"]]
+    assert (taps[0]["num_drafted"], taps[0]["num_accepted"]) != (taps[1]["num_drafted"], taps[1]["num_accepted"])
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
