@@ -105,7 +105,16 @@ class SamplingParams:
     @property
     def is_argmax(self) -> bool:
         """Whether every token is the argmax of the model's own logits."""
-        return self.temperature == 0 and not self.counts_tokens and not self.logit_bias and self.min_tokens == 0
+        return self.temperature == 0 and not self.shapes_logits
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether logits are changed before a token is chosen from them."""
+        return self.shapes_beyond(0)
+
+    def shapes_beyond(self, num_output_tokens: int) -> bool:
+        """Whether logits are still changed after so many output tokens."""
+        return self.counts_tokens or bool(self.logit_bias) or self.min_tokens > num_output_tokens
 
     @property
     def counts_tokens(self) -> bool:
