@@ -4,12 +4,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from outrider.ops import invariant, kda, moe, probe, probe_mixers, probe_ops
+from outrider.ops import invariant, kda, moe, probe, probe_block, probe_mixers, probe_ops, tiled
 from outrider.ops import linear as linear_ops
 from outrider.ops.activation import Activation
+from outrider.ops.block_attention import BlockMask
 
 CPU = torch.device("cpu")
 SITU = Activation(name="situ", beta=4.0, linear_beta=25.0)
+BLOCK = probe_block.BlockSizes(num_rows=5, num_heads=3, num_kv_heads=1, head_dim=20)
+MASKS = (BlockMask(), BlockMask(causal=True, window=20), BlockMask(window=40, window_from_anchor=True))
 SIZES = probe_mixers.MlaSizes(num_heads=3, nope_dim=16, rope_dim=8, value_dim=12, latent_dim=32)
 
 
@@ -29,6 +32,7 @@ def every_check(dtype):
         probe_mixers.kda_chunk_check(3, 20, -5.0, 16, dtype, CPU),
         probe_mixers.absorbed_check(SIZES, dtype, CPU),
         probe_mixers.expanded_check(SIZES, dtype, CPU),
+        *(probe_block.block_attention_check(BLOCK, mask, dtype, CPU) for mask in MASKS),
     ]
 
 
@@ -68,6 +72,9 @@ PLANTED = {
     "convolution": (probe_ops, "short_conv", lambda x, *rest: x.shape[0], 7),
     "KDA update": (kda, "batch_matmul", lambda a, b: a.shape[0] // 3, 8),
     "attention": (invariant, "batch_matmul", lambda a, b: a.shape[1] // 4, 11),
+    # Three key tiles alone; more matrices with more sequences or longer contexts.
+    "block attention": (tiled, "batch_matmul", lambda a, b: a.shape[0], 13),
+    "windowed block attention": (probe_block, "block_attention", lambda q, *rest, scale: q.shape[0], 14),
 }
 
 
@@ -95,6 +102,36 @@ def test_a_chunk_and_a_state_that_depend_on_company_are_found(index, monkeypatch
 
     monkeypatch.setattr(probe_mixers, name, off)
     assert violation(every_check(torch.float32)[index]) is not None
+
+
+@pytest.mark.parametrize("index", [13, 14, 15])
+def test_a_block_that_reads_a_neighbours_context_is_found(index, monkeypatch):
+    real = probe_block.paged_keys
+
+    def first_of_all(*args, **kwargs):
+        keys = real(*args, **kwargs)
+        keys.key_rows_SK[1:] = keys.key_rows_SK[:1]
+        return keys
+
+    monkeypatch.setattr(probe_block, "paged_keys", first_of_all)
+    assert violation(every_check(torch.float32)[index]) is not None
+
+
+def test_a_block_that_sees_how_long_its_neighbours_are_is_found(monkeypatch):
+    """Key tiles beyond a context must change no bit of it."""
+    real = probe_block.block_attention
+
+    def by_tiles(*args, **kwargs):
+        return real(*args, **kwargs) * (1 + 2.0**-6 * (args[5].num_tiles > 2))
+
+    monkeypatch.setattr(probe_block, "block_attention", by_tiles)
+    assert violation(every_check(torch.float32)[13]) is not None
+
+
+def test_many_heads_are_cut_and_the_group_is_kept():
+    cut = probe_block.BlockSizes(num_rows=7, num_heads=64, num_kv_heads=16, head_dim=64).cut()
+    assert (cut.num_heads, cut.num_kv_heads) == (32, 8)
+    assert BLOCK.cut() == BLOCK
 
 
 def test_a_leak_of_a_neighbours_nan_is_found():

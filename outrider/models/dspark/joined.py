@@ -13,7 +13,7 @@ from outrider.ops.block_attention import BlockMask
 from outrider.ops.invariant import island_dtype
 from outrider.ops.rope import RotaryTable, YarnScaling, rotary_table
 
-__all__ = ["JoinedLayer", "drafter_rotary_table", "join_layer"]
+__all__ = ["JoinedLayer", "block_mask", "drafter_rotary_table", "join_layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ def join_layer(layer: DraftLayer, config: DSparkConfig, mask: DraftLayerMask) ->
         mlp_norm_D=layer.post_attention_layernorm.weight,
         gate_up_ID=_join_rows(mlp.gate_proj, mlp.up_proj),
         down_DI=mlp.down_proj.weight,
-        mask=_block_mask(mask),
+        mask=block_mask(mask),
     )
 
 
@@ -62,7 +62,8 @@ def _join_rows(*projections: torch.nn.Linear) -> torch.Tensor:
     return joined_OI
 
 
-def _block_mask(mask: DraftLayerMask) -> BlockMask:
+def block_mask(mask: DraftLayerMask) -> BlockMask:
+    """A layer's mask as its attention takes it."""
     return BlockMask(
         causal=mask.causal_block,
         window=mask.window,

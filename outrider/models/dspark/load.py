@@ -5,15 +5,12 @@ from pathlib import Path
 from outrider.models.dspark.block import BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables, load_model
 from outrider.models.dspark.config import check_target
-from outrider.models.dspark.model import DSparkModel
-from outrider.models.numerics import NumericsChoice, chosen_linear, linear_checks, resolve_numerics
+from outrider.models.dspark.numerics import LINEAR, drafter_checks, weight_shapes
+from outrider.models.numerics import NumericsChoice, chosen_linear, resolve_numerics
 from outrider.models.protocol import TargetModel
 from outrider.ops.linear import linear_plain
 
 __all__ = ["load_predictor"]
-
-LINEAR = "drafter linear"
-
 
 def load_predictor(
     path: Path,
@@ -46,28 +43,15 @@ def load_predictor(
         model.config, vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_layers=target.num_layers
     )
     choice, dtype, device = numerics or NumericsChoice(), tables.embedding_VD.dtype, tables.embedding_VD.device
-    shapes = _weight_shapes(model)
-    report = resolve_numerics(linear_checks(LINEAR, shapes, dtype, device), choice, dtype=dtype, device=device)
+    report = resolve_numerics(drafter_checks(model, dtype, device), choice, dtype=dtype, device=device)
     exact = choice.mode == "exact"
     return BlockPredictor(
         model,
         embed=target.embed,
         head=target.head,
-        linear=chosen_linear(LINEAR, shapes, dtype, report.geometries) if exact else linear_plain,
+        linear=chosen_linear(LINEAR, weight_shapes(model), dtype, report.geometries) if exact else linear_plain,
         numerics=report,
         max_context=max_context,
         num_draft_tokens=num_draft_tokens,
         with_confidence=with_confidence,
     )
-
-
-def _weight_shapes(model: DSparkModel) -> set[tuple[int, int]]:
-    """Shapes of all matrices that rows are multiplied with, in the joined form that inference uses."""
-    config = model.config
-    query_rows, key_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    shapes = {(parameter.shape[0], parameter.shape[1]) for parameter in model.parameters() if parameter.dim() == 2}
-    return shapes | {
-        (query_rows + 2 * key_rows, config.hidden_size),
-        (2 * config.num_layers * key_rows, config.hidden_size),  # keys and values of the context, all layers
-        (2 * config.intermediate_size, config.hidden_size),
-    }
