@@ -191,19 +191,26 @@ class Request:
     sampling: SamplingParams
     arrival_time: float = 0.0  # monotonic seconds
     sample_index: int = 0  # which of the n samples of its prompt this is
+    prompt_id: str | None = None  # requests with the same one have the same prompt, which is computed once
 
 
 def samples_of(request: Request) -> tuple[Request, ...]:
     """One request per sample: an engine runs them as any other requests.
 
-    They share the seed, which is drawn here if it is missing, and differ in ``sample_index``, a word of
-    every draw. A single sample keeps its id; the others get ``#index`` behind it.
+    They share the seed, which is drawn here if it is missing, and the work on the prompt, and differ in
+    ``sample_index``, a word of every draw. A single sample keeps its id; the others get ``#index`` behind it.
     """
     sampling = request.sampling.with_seed()
     if sampling.n == 1:
         return (replace(request, sampling=sampling),)
     return tuple(
-        replace(request, request_id=f"{request.request_id}#{index}", sampling=sampling, sample_index=index)
+        replace(
+            request,
+            request_id=f"{request.request_id}#{index}",
+            sampling=sampling,
+            sample_index=index,
+            prompt_id=request.request_id,
+        )
         for index in range(sampling.n)
     )
 
