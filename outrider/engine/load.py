@@ -59,7 +59,9 @@ def check_drafter_vocabulary(
         UserError: a file of the drafter is malformed.
     """
     places = (_text_fields(model_path), read_config_json(model_path))
-    begins = {token_id for place in places for token_id in ids_of(place.get("bos_token_id"), "config.json", "bos_token_id")}
+    begins = {
+        token_id for place in places for token_id in ids_of(place.get("bos_token_id"), "config.json", "bos_token_id")
+    }
     drafter_config = read_config_json(drafter_path)
     for name, known in (("bos_token_id", begins), ("eos_token_id", eos_token_ids)):
         named = set(ids_of(drafter_config.get(name), str(drafter_path / "config.json"), name))

@@ -42,12 +42,10 @@ class CacheReport:
         """One line for a person."""
         size, longest = readable_bytes, self.max_model_len
         context = f" + {self.context_bytes:,} B of drafter context" if self.context_bytes else ""
-        without = size(self.request_bytes(longest, speculation=False))
-        request = (
-            f"{size(self.request_bytes(longest, speculation=True))} with {self.num_draft_tokens} drafts, {without} without"
-            if self.num_draft_tokens
-            else without
-        )
+        request = size(self.request_bytes(longest, speculation=False))
+        if self.num_draft_tokens:
+            with_drafts = size(self.request_bytes(longest, speculation=True))
+            request = f"{with_drafts} with {self.num_draft_tokens} drafts, {request} without"
         return (
             f"caches {size(self.total_bytes)}: {self.num_seqs} seats of {size(self.state_bytes)} KDA states and "
             f"{size(self.window_bytes)} conv windows, {self.num_cache_tokens:,} tokens of {self.latent_bytes:,} B of "

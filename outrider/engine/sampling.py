@@ -137,9 +137,7 @@ def build_draft_sampling(
     )
 
 
-def _draft_shaping(
-    drafting: Sequence[ScheduledSequence], vocab_size: int, device: torch.device
-) -> DraftShaping | None:
+def _draft_shaping(drafting: Sequence[ScheduledSequence], vocab_size: int, device: torch.device) -> DraftShaping | None:
     """What the drafts of some of ``drafting`` are to go through; None when nobody asks for anything."""
     spans = [
         ChoiceSpan(item=item, choice=item.choice, span=row, first_row=0, num_rows=1, block_row=0)
@@ -241,9 +239,7 @@ def _penalties(
 
 def _stop_mask(chosen: Sequence[ChoiceSpan], vocab_size: int, device: torch.device) -> StopMask | None:
     masked = [
-        span.num_output_tokens + i < span.choice.params.min_tokens
-        for span in chosen
-        for i in range(span.num_rows)
+        span.num_output_tokens + i < span.choice.params.min_tokens for span in chosen for i in range(span.num_rows)
     ]
     if not any(masked):
         return None

@@ -48,7 +48,6 @@ class BlockSizes:
 
 def block_attention_check(sizes: BlockSizes, mask: BlockMask, dtype: torch.dtype, device: torch.device) -> OpCheck:
     """A sequence's block alone and among others, whose context may be longer."""
-
     cut = sizes.cut()
 
     def find() -> str | None:
@@ -57,7 +56,9 @@ def block_attention_check(sizes: BlockSizes, mask: BlockMask, dtype: torch.dtype
         return company_violation(lambda x_SF: _attend(cut, mask, x_SF), rows_3F, cases=FEW_CASES)
 
     kind = "causal block" if mask.causal else "block"
-    window = "" if mask.window is None else f", window {mask.window}{' from the anchor' if mask.window_from_anchor else ''}"
+    window = (
+        "" if mask.window is None else f", window {mask.window}{' from the anchor' if mask.window_from_anchor else ''}"
+    )
     return fixed_check(f"{kind} attention of {sizes.name}{window}", find)
 
 

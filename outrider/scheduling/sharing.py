@@ -76,8 +76,8 @@ class PromptSharing:
             group = _Group(prompt_token_ids=request.prompt_token_ids, num_shared=num_shared)
         if group.prompt_token_ids != request.prompt_token_ids:
             raise RequestError(
-                f"prompt_id={request.prompt_id!r} names another prompt of {len(group.prompt_token_ids)} tokens; use one "
-                "id per prompt"
+                f"prompt_id={request.prompt_id!r} names another prompt of {len(group.prompt_token_ids)} tokens; use "
+                "one id per prompt"
             )
         self._groups[request.prompt_id] = group
         group.members[request.request_id] = sequence

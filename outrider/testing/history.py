@@ -345,7 +345,7 @@ class History:
             assert self.drafter.inner.observed_tokens(slot) == length
 
     def _check_copies(self) -> None:
-        """Exactly the preempted sequences, and prompts awaited by samples, have a copy of exactly the documented size."""
+        """Exactly the preempted sequences, and prompts that samples wait for, have a copy of the documented size."""
         recurrent = self.runner.caches.recurrent.snapshot(0).num_bytes
         per_token = sum(
             layout.bytes_per_token for layout in self.toy.target.cache_layouts if isinstance(layout, PagedLayout)

@@ -33,7 +33,7 @@ def eos_names_of(tokenizer_config: dict[str, object]) -> list[str]:
 
 
 def ids_of(value: object, source: str, name: str = "eos_token_id") -> list[int]:
-    """Token ids given as one int, a list of ints or None; raises TokenizerError naming `name` and `source` otherwise."""
+    """Token ids given as one int, a list of ints or None; raises TokenizerError naming `source` otherwise."""
     if value is None:
         return []
     values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]

@@ -1,4 +1,4 @@
-"""A drafter that knows what a request does to the logits drafts better, emits nothing else, and costs others nothing."""
+"""A drafter that knows what a request does to logits drafts better, emits nothing else, costs others nothing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -55,9 +55,7 @@ def run(target: TableTarget, drafter: WatchedDrafter | None, asked: Sequence[Sam
         ),
         num_draft_tokens=drafts,
     )
-    engine: Engine = build_engine(
-        target, drafter, config, device=torch.device("cpu"), eos_token_ids=frozenset((EOS,))
-    )
+    engine: Engine = build_engine(target, drafter, config, device=torch.device("cpu"), eos_token_ids=frozenset((EOS,)))
     outputs: dict[str, tuple[int, ...]] = {}
     for index, sampling in enumerate(asked):
         engine.submit(Request(request_id=str(index), prompt_token_ids=(1, 2, index % VOCAB), sampling=sampling))
@@ -97,7 +95,11 @@ def test_shaped_drafts_are_accepted_more_and_change_no_token(target: TableTarget
 def test_coins_accept_more_of_shaped_drafts(target: TableTarget, acceptance: str) -> None:
     """What is handed over is what the drafts were drawn from: the target's own distribution, so all stand."""
     sampling = SamplingParams(
-        temperature=1.0, max_tokens=30, ignore_eos=True, frequency_penalty=1.0, acceptance=acceptance  # type: ignore[arg-type]
+        temperature=1.0,
+        max_tokens=30,
+        ignore_eos=True,
+        frequency_penalty=1.0,
+        acceptance=acceptance,  # type: ignore[arg-type]
     )
     asked = [replace(sampling, seed=seed) for seed in range(6)]
     _, before = run(target, WatchedDrafter(target.table[0], shaped=False), asked)

@@ -1,4 +1,4 @@
-"""Field reports about loading a pair: what its caches take, and whether its halves speak of the same tokens and layers.
+"""Field reports about a pair of checkpoints with a tokenizer: memory, vocabularies, families, and its text.
 
 Numbers are those of docs/reference/hazards.md.
 """
@@ -6,6 +6,7 @@ Numbers are those of docs/reference/hazards.md.
 import json
 import logging
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,8 @@ from outrider.engine.llm import LLM
 from outrider.engine.runner import Runner
 from outrider.errors import CapacityError, CheckpointError, TokenizerError
 from outrider.models.dspark.block import BlockPredictor, ContextCache
-from outrider.request import SamplingParams
-from outrider.testing.toy import ToyOptions, write_byte_tokenizer, write_toy_checkpoint
+from outrider.request import FinishReason, SamplingParams
+from outrider.testing.toy import ToyOptions, kimi_linear_toy, write_byte_tokenizer, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
 VOCAB, EOS, MASK, DRAFTS = 600, 511, 590, 4
@@ -174,3 +175,67 @@ def test_b86_a_damaged_file_of_the_drafter_is_named(target: Path, drafter: Path)
     edit_json(drafter / "config.json", bos_token_id="x")
     with pytest.raises(TokenizerError, match="bos_token_id='x'"):
         load(target, drafter)
+
+
+@pytest.mark.parametrize("family", ["deepspec", "specforge", "speculators"])
+@pytest.mark.parametrize("stream", ["attn_res", "prefix"])
+@pytest.mark.parametrize("kind", ["kimi_k3", "kimi_linear"])
+def test_b84_every_target_family_serves_every_drafter_family(
+    tmp_path: Path, kind: str, stream: str, family: str
+) -> None:
+    """All that is offered: two targets, three forms of a DSpark drafter, both streams to tap."""
+    toy = TOY if kind == "kimi_k3" else kimi_linear_toy()
+    options = ToyDrafterOptions(
+        family=family,  # type: ignore[arg-type]
+        hidden_size=64,
+        num_target_layers=toy.num_layers,
+        aux_layer_ids=(0, 1),
+        vocab_size=toy.vocab_size,
+        mask_token_id=toy.vocab_size - 3,
+        extra_config={"aux_hidden_stream": stream},
+    )
+    write_toy_drafter(tmp_path / "drafter", options)
+    path = write_toy_checkpoint(tmp_path / "target", toy)
+    sampling = SamplingParams(max_tokens=6, ignore_eos=True)
+    plain, spec = (load(path, drafter).generate([[1, 2, 3]], sampling)[0] for drafter in (None, tmp_path / "drafter"))
+    assert spec.token_ids == plain.token_ids
+    assert spec.usage.num_drafted > 0 == plain.usage.num_drafted
+
+
+LETTERS = dict.fromkeys(range(97, 105), 60.0)
+
+
+@pytest.mark.parametrize("speculation", ["off", 1, "auto"])
+def test_b36_text_ids_log_probabilities_and_usage_end_at_one_token(
+    target: Path, drafter: Path, speculation: str | int
+) -> None:
+    llm = load(target, drafter, speculation)
+    free = SamplingParams(max_tokens=24, temperature=1.0, seed=3, logit_bias=LETTERS, logprobs=2)
+    (whole,) = llm.generate(["abc"], free)
+    assert len(whole.text) == 24 == len(whole.token_ids)
+    for length in (1, 2, 4):
+        stop = whole.text[9 : 9 + length]
+        (cut,) = llm.generate(["abc"], replace(free, stop=(stop, "never")))
+        num_tokens = whole.text.index(stop) + length
+        assert (cut.finish_reason, cut.stop_reason) == (FinishReason.STOP, stop)
+        assert cut.text == whole.text[: num_tokens - length]
+        assert cut.token_ids == whole.token_ids[:num_tokens]
+        assert whole.logprobs is not None and cut.logprobs == whole.logprobs[:num_tokens]
+        assert cut.usage.num_output_tokens == num_tokens
+        assert cut.usage.num_accepted <= num_tokens
+
+
+def test_b58_a_terminator_that_is_ignored_leaves_no_text(target: Path, drafter: Path) -> None:
+    """Nor does text that looks like one become one."""
+    llm = load(target, drafter)
+    assert llm.tokenizer is not None
+    end = llm.tokenizer.special_token_id("<|end_of_msg|>")
+    bias = {EOS: 60.0, end: 60.0, **LETTERS}
+    sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=1, logit_bias=bias, ignore_eos=True)
+    (output,) = llm.generate(["abc"], sampling)
+    assert EOS in output.token_ids and end in output.token_ids
+    assert output.text == "".join(chr(token_id) for token_id in output.token_ids if token_id < 256)
+    (ended,) = llm.generate(["abc"], replace(sampling, ignore_eos=False))
+    assert EOS not in ended.token_ids and ended.stop_reason == EOS
+    forged = llm.tokenizer.encode("<|end_of_msg|>[EOS]<|open|>")
+    assert not llm.tokenizer.control_token_ids & set(forged)

@@ -152,16 +152,25 @@ def test_samples_share_the_work_on_their_prompt_and_no_bit_changes(
         assert isinstance(runner, Runner) and not runner.prompt_bytes
 
 
+@pytest.fixture(scope="module")
+def chunked(paths: dict[str, Path]) -> LLM:
+    """A prompt of 70 tokens takes three rounds."""
+    return load(paths, "full", seqs=3, limits=EngineLimits(page_size=16, max_prefill_tokens=32))
+
+
+@pytest.fixture(scope="module")
+def unshared(chunked: LLM) -> Outputs:
+    return run_samples(chunked, [replace(request, prompt_id=None) for request in asked_samples(70, 3)])
+
+
 @pytest.mark.parametrize("when", range(6))
 @pytest.mark.parametrize("who", range(3))
 @pytest.mark.parametrize("what", ["abort", "preempt"])
 def test_an_abort_or_a_preemption_of_one_sample_changes_no_other(
-    paths: dict[str, Path], what: str, who: int, when: int
+    chunked: LLM, unshared: Outputs, what: str, who: int, when: int
 ) -> None:
     """Before, while and after the prompt is computed in chunks and handed on, by the leader or a taker."""
-    asked = asked_samples(70, 3)
-    expected = run_samples(load(paths, "full", seqs=3), [replace(request, prompt_id=None) for request in asked])
-    llm = load(paths, "full", seqs=3, limits=EngineLimits(page_size=16, max_prefill_tokens=32))
+    llm, asked, expected = chunked, asked_samples(70, 3), unshared
 
     def events(index: int, engine: Engine) -> None:
         if index == when:

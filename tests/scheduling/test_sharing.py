@@ -183,7 +183,10 @@ def test_the_number_of_copies_is_bounded() -> None:
     for index in range(2):
         for name in "abc":
             request = Request(
-                request_id=f"{name}{index}", prompt_token_ids=(ord(name) % VOCAB,) * 14, sampling=sampling, prompt_id=name
+                request_id=f"{name}{index}",
+                prompt_token_ids=(ord(name) % VOCAB,) * 14,
+                sampling=sampling,
+                prompt_id=name,
             )
             scheduler.add(request, None)
     held = []

@@ -12,6 +12,7 @@ from outrider.ops.linear import linear_plain
 
 __all__ = ["load_predictor"]
 
+
 def load_predictor(
     path: Path,
     target: TargetModel,

@@ -172,9 +172,7 @@ def test_families_normalise_to_one_record(family):
         assert other.num_target_layers is None
         mask = replace(other.layer_masks[0], window_origin=WindowOrigin.QUERY)
         assert other.aux_layer_convention is TapConvention.INPUT
-        other = replace(
-            other, num_target_layers=6, layer_masks=(mask, mask), aux_layer_convention=TapConvention.OUTPUT
-        )
+        other = replace(other, num_target_layers=6, layer_masks=(mask, mask), aux_layer_convention=TapConvention.OUTPUT)
     assert other == reference
 
 
