@@ -2,15 +2,30 @@
 
 from pathlib import Path
 
-from outrider.models.dspark.block import BlockPredictor
+import torch
+
+from outrider.models.dspark.block import SILU, BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables, load_model
-from outrider.models.dspark.config import check_target
-from outrider.models.dspark.numerics import LINEAR, drafter_checks, weight_shapes
-from outrider.models.numerics import NumericsChoice, chosen_linear, resolve_numerics
+from outrider.models.dspark.config import DSparkConfig, check_target
+from outrider.models.dspark.model import DSparkModel
+from outrider.models.dspark.numerics import block_checks
+from outrider.models.kernels import PLAIN_KERNELS, Kernels
+from outrider.models.numerics import (
+    NumericsChoice,
+    NumericsReport,
+    chosen_linear,
+    linear_checks,
+    resolve_numerics,
+    with_native_rows,
+)
 from outrider.models.protocol import TargetModel
-from outrider.ops.linear import linear_plain
+from outrider.ops.native.library import library_for
+from outrider.ops.probe import OpCheck
+from outrider.ops.probe_ops import activation_check, activation_name, norm_check, norm_name
 
 __all__ = ["load_predictor"]
+
+LINEAR = "drafter linear"
 
 
 def load_predictor(
@@ -44,15 +59,56 @@ def load_predictor(
         model.config, vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_layers=target.num_layers
     )
     choice, dtype, device = numerics or NumericsChoice(), tables.embedding_VD.dtype, tables.embedding_VD.device
-    report = resolve_numerics(drafter_checks(model, dtype, device), choice, dtype=dtype, device=device)
-    exact = choice.mode == "exact"
+    shapes = _weight_shapes(model)
+    checks = [*linear_checks(LINEAR, shapes, dtype, device), *_row_checks(model.config, dtype, device)]
+    checks += block_checks(model.config, dtype, device)
+    report = resolve_numerics(checks, choice, dtype=dtype, device=device)
+    kernels = PLAIN_KERNELS if choice.mode == "fast" else _kernels(model.config, shapes, dtype, device, report)
     return BlockPredictor(
         model,
         embed=target.embed,
         head=target.head,
-        linear=chosen_linear(LINEAR, weight_shapes(model), dtype, report.geometries) if exact else linear_plain,
+        kernels=kernels,
         numerics=report,
         max_context=max_context,
         num_draft_tokens=num_draft_tokens,
         with_confidence=with_confidence,
     )
+
+
+def _row_checks(config: DSparkConfig, dtype: torch.dtype, device: torch.device) -> list[OpCheck]:
+    """Norms and activation."""
+    native, eps = library_for(dtype, device), config.rms_norm_eps
+    norms = [norm_check(width, eps, dtype, device, native) for width in sorted(_norm_widths(config))]
+    return [*norms, activation_check(SILU, config.intermediate_size, dtype, device, native)]
+
+
+def _norm_widths(config: DSparkConfig) -> set[int]:
+    return {config.hidden_size, config.head_dim} | ({config.target_hidden_size} if config.aux_norm else set())
+
+
+def _kernels(
+    config: DSparkConfig, shapes: set[tuple[int, int]], dtype: torch.dtype, device: torch.device, report: NumericsReport
+) -> Kernels:
+    """Kernels in the geometries that were found."""
+    return with_native_rows(
+        Kernels(linear=chosen_linear(LINEAR, shapes, dtype, device, report.geometries)),
+        norms=[norm_name(width) for width in _norm_widths(config)],
+        mixes=[],
+        activations=[activation_name(SILU, config.intermediate_size)],
+        dtype=dtype,
+        device=device,
+        geometries=report.geometries,
+    )
+
+
+def _weight_shapes(model: DSparkModel) -> set[tuple[int, int]]:
+    """Shapes of all matrices that rows are multiplied with, in the joined form that inference uses."""
+    config = model.config
+    query_rows, key_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    shapes = {(parameter.shape[0], parameter.shape[1]) for parameter in model.parameters() if parameter.dim() == 2}
+    return shapes | {
+        (query_rows + 2 * key_rows, config.hidden_size),
+        (2 * config.num_layers * key_rows, config.hidden_size),  # keys and values of the context, all layers
+        (2 * config.intermediate_size, config.hidden_size),
+    }
