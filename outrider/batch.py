@@ -15,6 +15,7 @@ __all__ = [
     "CoinSpans",
     "DraftBlock",
     "DraftSampling",
+    "DraftShaping",
     "ForwardBatch",
     "Penalties",
     "SpanGroup",
@@ -109,7 +110,9 @@ class DraftSampling:
     greedy_S: torch.Tensor  # bool: draft the most likely token
     coins_S: torch.Tensor  # bool: draw from the own distribution, with own noise, and hand it over
     hands_over: bool  # host: coins_S.any()
+    draws: bool  # host: not all of greedy_S
     truncation: Truncation
+    shaping: "DraftShaping | None" = None  # None: nobody's logits are changed before they are chosen from
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,20 @@ class Penalties:
     seen_QV: torch.Tensor  # bool, tokens of prompt and committed output
     later_rows_B: torch.Tensor  # int64, index into the R rows ...
     earlier_ids_B: torch.Tensor  # ... and id of a draft of its span that precedes it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftShaping:
+    """What the logits of some sequences go through, for a drafter to do the same; a part nobody uses is None.
+
+    Here Q are the drafting sequences that ask for any of it.
+    """
+
+    rows_Q: torch.Tensor  # int64, index into the drafting sequences S
+    bias_QV: torch.Tensor | None  # float64
+    penalties: Penalties | None  # without drafts: B = 0
+    stop_QV: torch.Tensor | None  # bool, stop ids that are masked ...
+    num_masked_Q: torch.Tensor  # int64, ... for so many of the next tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ __all__ = [
     "RoundTimings",
     "ScheduledSequence",
     "SequenceChoice",
+    "SharedPrompt",
     "StepPlan",
     "StepResult",
 ]
@@ -46,6 +47,7 @@ class ScheduledSequence:
     wants_logits: bool  # False for every prompt chunk but the last
     is_first: bool  # the slot is new to this sequence and must be reset
     is_resumed: bool = False  # the slot and pages are new to it and take in its host copy
+    shared_prompt: str | None = None  # likewise, but the copy of that prompt, which stays for others
     choice: SequenceChoice | None = None  # None = plain argmax, no log probabilities
 
 
@@ -60,6 +62,16 @@ class PreemptedSequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SharedPrompt:
+    """The state after the shared part of a prompt: copied to the host for other samples; the seat stays as it is."""
+
+    prompt_id: str
+    state_slot: int
+    page_ids: tuple[int, ...]
+    num_tokens: int  # the caches hold positions 0..num_tokens-1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepPlan:
     """Work of one round: decode spans first, then prompt chunks.
 
@@ -71,6 +83,8 @@ class StepPlan:
     released_slots: tuple[int, ...]  # given back since the previous plan; release before reuse
     preempted: tuple[PreemptedSequence, ...] = ()  # since the previous plan; copy out before their seats are reused
     dropped_copies: tuple[str, ...] = ()  # requests that ended while their state was on the host
+    shared_prompts: tuple[SharedPrompt, ...] = ()  # copied out before anything runs
+    spent_prompts: tuple[str, ...] = ()  # copies of prompts that nobody takes in after this plan
 
     @property
     def num_decodes(self) -> int:

@@ -105,7 +105,16 @@ class SamplingParams:
     @property
     def is_argmax(self) -> bool:
         """Whether every token is the argmax of the model's own logits."""
-        return self.temperature == 0 and not self.counts_tokens and not self.logit_bias and self.min_tokens == 0
+        return self.temperature == 0 and not self.shapes_logits
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether logits are changed before a token is chosen from them."""
+        return self.shapes_beyond(0)
+
+    def shapes_beyond(self, num_output_tokens: int) -> bool:
+        """Whether logits are still changed after so many output tokens."""
+        return self.counts_tokens or bool(self.logit_bias) or self.min_tokens > num_output_tokens
 
     @property
     def counts_tokens(self) -> bool:
@@ -182,19 +191,26 @@ class Request:
     sampling: SamplingParams
     arrival_time: float = 0.0  # monotonic seconds
     sample_index: int = 0  # which of the n samples of its prompt this is
+    prompt_id: str | None = None  # requests with the same one have the same prompt, which is computed once
 
 
 def samples_of(request: Request) -> tuple[Request, ...]:
     """One request per sample: an engine runs them as any other requests.
 
-    They share the seed, which is drawn here if it is missing, and differ in ``sample_index``, a word of
-    every draw. A single sample keeps its id; the others get ``#index`` behind it.
+    They share the seed, which is drawn here if it is missing, and the work on the prompt, and differ in
+    ``sample_index``, a word of every draw. A single sample keeps its id; the others get ``#index`` behind it.
     """
     sampling = request.sampling.with_seed()
     if sampling.n == 1:
         return (replace(request, sampling=sampling),)
     return tuple(
-        replace(request, request_id=f"{request.request_id}#{index}", sampling=sampling, sample_index=index)
+        replace(
+            request,
+            request_id=f"{request.request_id}#{index}",
+            sampling=sampling,
+            sample_index=index,
+            prompt_id=request.request_id,
+        )
         for index in range(sampling.n)
     )
 

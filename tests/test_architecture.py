@@ -27,7 +27,7 @@ FLAGS = {
     "dtype device experts numerics probe json record",
     "Inspect": "path json",
     "Logits": "model prompt_ids json dtype device experts numerics probe threads",
-    "Verify": "model drafter prompts max_tokens full inject json threads dtype device experts",
+    "Verify": "model drafter prompts max_tokens full inject taps json threads dtype device experts",
 }
 
 

@@ -47,6 +47,24 @@ def test_the_shipped_pair_is_in_the_checkout(name: str) -> None:
     assert list((ROOT / "models" / name).glob("*.safetensors"))
 
 
+def test_field_reports_name_tests_that_exist() -> None:
+    """Each entry that holds or failed is tried by some test file, and by a test of its number where one is named."""
+    rows = [
+        [cell.strip() for cell in line.split(" | ")]
+        for line in (ROOT / "docs/reference/hazards.md").read_text(encoding="utf-8").splitlines()
+        if line.startswith("| B")
+    ]
+    assert len(rows) > 40
+    for entry, _, verdict, tried_by in rows:
+        assert verdict.startswith(("Holds", "Failed", "Not offered")), entry
+        names = re.findall(r"`([a-z0-9_/]+)`", tried_by)
+        assert names or verdict.startswith("Not offered"), f"{entry} is tried by nothing"
+        files = [ROOT / "tests" / f"{name}.py" for name in names]
+        assert all(file.is_file() for file in files), f"{entry}: {names}"
+        text = "".join(file.read_text(encoding="utf-8") for file in files)
+        assert all(f"{number}_" in text for number in re.findall(r": (b\d+)", tried_by)), f"{entry}: {tried_by}"
+
+
 def test_front_pages_stay_short() -> None:
     for name, limit in (("README.md", 150), ("CONTRIBUTING.md", 120)):
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= limit

@@ -357,6 +357,8 @@ class Verify:
     """Every combination of the grid instead of a selection that covers each value."""
     inject: str = ""
     """Plant a known fault, which must then be found: any other name lists them."""
+    taps: bool = False
+    """Also run the drafter on the target's layers one earlier and one later, and compare acceptance."""
     json: str = ""
     """File for the results."""
     threads: int = 1

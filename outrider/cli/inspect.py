@@ -52,6 +52,7 @@ def _drafter_as_json(report: DrafterInspection) -> dict[str, object]:
         "num_block_rows": config.num_block_rows,
         "num_draft_tokens": config.num_draft_tokens,
         "aux_layer_ids": list(config.aux_layer_ids),
+        "aux_layer_convention": config.aux_layer_convention.value,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "markov": config.markov.value,

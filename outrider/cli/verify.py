@@ -16,7 +16,7 @@ from outrider.cli.arguments import Verify
 from outrider.cli.arms import Ticker
 from outrider.cli.checkpoints import resolve_checkpoint
 from outrider.cli.runtime import loading_bar, prepare_output, resolve_dtype, set_threads, write_output
-from outrider.cli.verify_report import Report, acceptance_of, difference_table, grid_table, to_json, verdict
+from outrider.cli.verify_report import Report, TapArm, acceptance_of, difference_table, grid_table, to_json, verdict
 from outrider.engine import load
 from outrider.errors import ConfigError, RequestError
 from outrider.models.dspark.checkpoint import TargetTables
@@ -27,7 +27,7 @@ from outrider.testing.faults import Fault, find_fault, planted
 from outrider.testing.grid import Cell, default_grid, full_grid
 from outrider.tokenizer import Tokenizer, answer_stop_ids
 
-__all__ = ["run_verify"]
+__all__ = ["run_verify", "shifts_of"]
 
 WIDTH = 120
 EXIT_DIFFERENT = 1
@@ -58,7 +58,7 @@ def run_verify(command: Verify) -> int:
     opened = _open(command)
     build_grid = full_grid if command.full else default_grid
     cells = build_grid(opened.pair.predictor.num_draft_tokens)
-    report = _compare_all(opened, cells, fault, begin_s)
+    report = _compare_all(opened, cells, fault, shifts_of(opened.pair) if command.taps else (), begin_s)
     console = Console(width=WIDTH)
     console.print(grid_table(report))
     if report.differences:
@@ -70,14 +70,23 @@ def run_verify(command: Verify) -> int:
     return 0 if report.identical else EXIT_DIFFERENT
 
 
-def _compare_all(opened: _Opened, cells: Sequence[Cell], fault: Fault | None, begin_s: float) -> Report:
-    """All references once, then cell by cell; with a fault, one cell also without it."""
+def shifts_of(pair: Pair) -> tuple[int, ...]:
+    """By how many layers all taps of the drafter can be moved, of -1, 0 and 1: the conventions next to its own."""
+    first, last = pair.predictor.config.aux_layer_ids[0], pair.predictor.config.aux_layer_ids[-1]
+    return tuple(shift for shift in (-1, 0, 1) if first + shift >= 0 and last + shift < pair.target.num_layers)
+
+
+def _compare_all(
+    opened: _Opened, cells: Sequence[Cell], fault: Fault | None, shifts: Sequence[int], begin_s: float
+) -> Report:
+    """All references once, then cell by cell; one cell also without a fault, and with moved taps."""
     pair, prompts = opened.pair, opened.prompts
     plain = PlainRuns(pair)
     results: list[CellResult] = []
     differences: list[Difference] = []
     decodings = tuple(dict.fromkeys(cell.decoding for cell in cells))
-    num_runs = len(prompts) * (len(decodings) + len(cells) + (fault is not None))
+    num_runs = len(prompts) * (len(decodings) + len(cells) + len(shifts) + (fault is not None))
+    taps: list[TapArm] = []
     with _progress_bar(num_runs) as (title, advance):
         clean = None
         if fault is not None:
@@ -93,12 +102,19 @@ def _compare_all(opened: _Opened, cells: Sequence[Cell], fault: Fault | None, be
                 title(cell.label)
                 results.append(run_cell(pair, prompts, cell, advance))
                 differences.extend(compare(prompts, results[-1], plain))
+            for shift in shifts:
+                title(f"taps moved by {shift}")
+                result = run_cell(pair, prompts, _probe(cells), advance, tap_shift=shift)
+                differences.extend(compare(prompts, result, plain))
+                ids = tuple(layer_id + shift for layer_id in pair.predictor.config.aux_layer_ids)
+                taps.append(TapArm(shift=shift, aux_layer_ids=ids, acceptance=acceptance_of(result)))
     return Report(
         prompts=prompts,
         results=tuple(results),
         differences=tuple(differences),
         fault=fault,
         clean=None if clean is None else acceptance_of(clean),
+        taps=tuple(taps),
         seconds=time.perf_counter() - begin_s,
     )
 
@@ -120,6 +136,7 @@ def _open(command: Verify) -> _Opened:
     if tokenizer is None:
         raise RequestError("the model has no tokenizer files, which prompts in text form need; add them")
     prompts = _fitting(prompt_set, tokenizer, load.resolve_model_len(model, None) - command.max_tokens)
+    load.check_drafter_vocabulary(model, drafter, tokenizer, eos_token_ids)
     device = load.resolve_device(command.device)
     # Caches hold the longest prompt and its answer, no more: a cell is an engine of its own.
     max_model_len = max(len(prompt.token_ids) for prompt in prompts) + command.max_tokens

@@ -15,7 +15,7 @@ from outrider.testing.faults import Fault
 from outrider.testing.grid import Cell
 from outrider.tokenizer import IncrementalDetokenizer, Tokenizer
 
-__all__ = ["Acceptance", "Report", "acceptance_of", "difference_table", "grid_table", "to_json", "verdict"]
+__all__ = ["Acceptance", "Report", "TapArm", "acceptance_of", "difference_table", "grid_table", "to_json", "verdict"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,15 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TapArm:
+    """Drafts with every tap of the drafter moved by some layers."""
+
+    shift: int  # 0 = as its config says
+    aux_layer_ids: tuple[int, ...]
+    acceptance: Acceptance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
     """Everything that was found."""
 
@@ -40,6 +49,7 @@ class Report:
     differences: tuple[Difference, ...]
     fault: Fault | None  # that was planted
     clean: Acceptance | None  # of one cell without it
+    taps: tuple[TapArm, ...]  # by shift; () unless asked for
     seconds: float
 
     @property
@@ -149,6 +159,23 @@ def verdict(report: Report) -> list[str]:
         expected = "as it must" if report.fault.changes_output is not report.identical else "which must NOT happen"
         lines.append(f"planted {report.fault.name} ({report.fault.summary}): {found}, {expected}")
         lines.append(_acceptance_line(report))
+    return lines + _tap_lines(report.taps)
+
+
+def _tap_lines(taps: tuple[TapArm, ...]) -> list[str]:
+    """Acceptance of each convention, and which one the config probably means."""
+    names = {-1: "one layer earlier", 0: "as the config says", 1: "one layer later"}
+    lines = [
+        f"taps {names[arm.shift]}, after layers {', '.join(map(str, arm.aux_layer_ids))}: {arm.acceptance}"
+        for arm in taps
+    ]
+    if taps:
+        best = max(taps, key=lambda arm: (arm.acceptance.tokens_per_round, arm.shift == 0))
+        lines.append(
+            "the config's taps are accepted best"
+            if best.shift == 0
+            else f"taps {names[best.shift]} are accepted better: check aux_layer_convention in the drafter's config"
+        )
     return lines
 
 
@@ -176,8 +203,20 @@ def to_json(report: Report, command: Verify, prompts_sha256: str) -> str:
         "cells": [_cell_row(result, report) for result in report.results],
         "differences": [_difference_row(difference) for difference in report.differences],
         "injected": _fault_row(report),
+        "taps": [_tap_row(arm) for arm in report.taps],
     }
     return json.dumps(row, indent=1, allow_nan=False)
+
+
+def _tap_row(arm: TapArm) -> dict[str, object]:
+    return {
+        "shift": arm.shift,
+        "aux_layer_ids": list(arm.aux_layer_ids),
+        "cell": _cell_key(arm.acceptance.cell),
+        "num_drafted": arm.acceptance.num_drafted,
+        "num_accepted": arm.acceptance.num_accepted,
+        "tokens_per_round": arm.acceptance.tokens_per_round,
+    }
 
 
 def _cell_key(cell: Cell) -> dict[str, object]:

@@ -4,6 +4,7 @@ There is no second engine here: ``generate`` and ``stream`` submit requests and 
 that a server would, so they may be mixed freely from one thread.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count
 from pathlib import Path
@@ -15,7 +16,14 @@ import torch
 from outrider.config import check_positive, resolve_num_draft_tokens
 from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.engine.engine import Engine
-from outrider.engine.load import load_vocabulary, resolve_device, resolve_dtype, resolve_model_len
+from outrider.engine.load import (
+    check_drafter_vocabulary,
+    load_vocabulary,
+    resolve_device,
+    resolve_dtype,
+    resolve_model_len,
+)
+from outrider.engine.memory import CacheReport, count_caches
 from outrider.engine.metrics import EngineMetrics
 from outrider.engine.outputs import RequestOutput, RunningSample, SampleOutput, collect_outputs
 from outrider.engine.prefill import last_logits
@@ -31,6 +39,8 @@ from outrider.scheduling.admission import check_token_ids
 from outrider.speculative.drafter import DSparkDrafter
 
 __all__ = ["LLM", "Prompt", "RequestOutput", "SampleOutput"]
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | Sequence[int]
 
@@ -91,6 +101,7 @@ class LLM:
         if drafter is not None and speculation not in ("off", 0):
             tables = TargetTables(embedding_VD=self._target.embedding, head_VD=self._target.lm_head)
             block_drafts = read_config(Path(drafter)).num_draft_tokens
+            check_drafter_vocabulary(model_path, Path(drafter), self.tokenizer, eos_token_ids)
             predictor = load_predictor(
                 Path(drafter),
                 self._target,
@@ -112,14 +123,17 @@ class LLM:
         )
         num_cache_rows = self.config.cache.num_pages * self.config.cache.page_size
         with allocating(f"the caches of {max_num_seqs} sequences and {num_cache_rows} tokens"):
+            dspark = DSparkDrafter(predictor, num_cache_rows=num_cache_rows) if predictor else None
             self.engine: Engine = build_engine(
                 self._target,
-                DSparkDrafter(predictor, num_cache_rows=num_cache_rows) if predictor else None,
+                dspark,
                 self.config,
                 device=self._device,
                 tokenizer=self.tokenizer,
                 eos_token_ids=eos_token_ids,
             )
+        self.caches: CacheReport = count_caches(self._target, dspark, self.config)
+        logger.info("%s", self.caches.summary())
         self._ids = count()
         # Updates of live requests that their reader has not taken yet.
         self._mailbox: dict[str, list[RequestUpdate]] = {}

@@ -5,12 +5,14 @@ from pathlib import Path
 
 import torch
 
-from outrider.errors import ConfigError
+from outrider.errors import CheckpointError, ConfigError
+from outrider.models.dspark.config_json import read_config
 from outrider.models.fields import Fields, read_config_json
 from outrider.tokenizer import Tokenizer, load_tokenizer
+from outrider.tokenizer.compare import first_difference
 from outrider.tokenizer.files import ids_of
 
-__all__ = ["load_vocabulary", "resolve_device", "resolve_dtype", "resolve_model_len"]
+__all__ = ["check_drafter_vocabulary", "load_vocabulary", "resolve_device", "resolve_dtype", "resolve_model_len"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,49 @@ def load_vocabulary(model_path: Path) -> tuple[Tokenizer | None, frozenset[int]]
         return None, frozenset(eos_ids)
     tokenizer = load_tokenizer(model_path, eos_token_id=eos_ids)
     return tokenizer, tokenizer.stop_token_ids
+
+
+def check_drafter_vocabulary(
+    model_path: Path, drafter_path: Path, tokenizer: Tokenizer | None, eos_token_ids: frozenset[int]
+) -> None:
+    """Refuse a drafter whose own files say that its ids are other tokens than the target's.
+
+    Compared is what both sides state: ids that begin and end a text, and the tokenizer's table without the drafter's
+    mask, which trainers name as they like. A drafter may name fewer ends than the target. Padding has no meaning
+    here, and what splits text into tokens is not compared either: the drafter sees ids only.
+
+    Args:
+        model_path: directory of the target.
+        drafter_path: directory of the drafter.
+        tokenizer: the target's, None if it has none.
+        eos_token_ids: all ends that the target's files name.
+
+    Raises:
+        CheckpointError: an id is another token.
+        UserError: a file of the drafter is malformed.
+    """
+    places = (_text_fields(model_path), read_config_json(model_path))
+    begins = {
+        token_id for place in places for token_id in ids_of(place.get("bos_token_id"), "config.json", "bos_token_id")
+    }
+    drafter_config = read_config_json(drafter_path)
+    for name, known in (("bos_token_id", begins), ("eos_token_id", eos_token_ids)):
+        named = set(ids_of(drafter_config.get(name), str(drafter_path / "config.json"), name))
+        if known and not named <= known:
+            raise CheckpointError(
+                f"drafter {name}={sorted(named)} but the target has {sorted(known)}; use the drafter trained for this "
+                "target"
+            )
+    files = [name for name in TOKENIZER_FILES if (drafter_path / name).is_file()]
+    if not files or tokenizer is None:
+        return
+    mask = frozenset({read_config(drafter_path).mask_token_id})
+    difference = first_difference(tokenizer, load_tokenizer(drafter_path), ignored=mask)
+    if difference is not None:
+        raise CheckpointError(
+            f"the tokenizer beside the drafter, {drafter_path / files[0]}, is not the target's: {difference}; use the "
+            "drafter trained for this target"
+        )
 
 
 def resolve_dtype(model_path: Path, dtype: str | None) -> torch.dtype:

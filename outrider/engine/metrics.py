@@ -50,7 +50,7 @@ class EngineMetrics:
     num_rounds: int = 0
     num_steps: int = 0  # target steps; more than rounds when rows exceed the budget
     num_rows: int = 0
-    num_prompt_tokens: int = 0
+    num_prompt_tokens: int = 0  # computed: a prompt that samples share counts once, but for its end
     num_output_tokens: int = 0  # emitted
     num_decode_spans: int = 0  # (sequence, round) pairs
     num_drafted: int = 0

@@ -8,6 +8,7 @@ import torch
 from outrider.cache.cache_set import CacheBudget, CacheSet
 from outrider.config import EngineConfig
 from outrider.engine.batching import PageTable
+from outrider.engine.memory import num_log_rows
 from outrider.engine.preemption import HostCopy, copy_in, copy_out
 from outrider.engine.round import RoundParts, run_round
 from outrider.errors import ConfigError
@@ -46,11 +47,7 @@ class Runner:
                 num_pages=config.cache.num_pages,
                 page_size=config.cache.page_size,
                 num_slots=config.scheduler.max_num_seqs,
-                # The log holds decode and verify rows only, not prompt rows.
-                max_step_rows=min(
-                    config.scheduler.max_step_rows,
-                    config.scheduler.max_num_seqs * (1 + config.num_draft_tokens),
-                ),
+                max_step_rows=num_log_rows(config),
             ),
             device,
         )
@@ -71,6 +68,7 @@ class Runner:
         # first round is in the scheduler's list of released slots, but not here.
         self._seated: dict[int, tuple[int, ...]] = {}
         self._host_copies: dict[str, HostCopy] = {}  # by request id
+        self._prompt_copies: dict[str, HostCopy] = {}  # by prompt id
 
     @property
     def caches(self) -> CacheSet:
@@ -82,6 +80,11 @@ class Runner:
         """Bytes that each preempted sequence holds on the host, by request id."""
         return {request_id: copy.num_bytes for request_id, copy in self._host_copies.items()}
 
+    @property
+    def prompt_bytes(self) -> dict[str, int]:
+        """Bytes of each copy of a prompt that samples share, by prompt id."""
+        return {prompt_id: copy.num_bytes for prompt_id, copy in self._prompt_copies.items()}
+
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """Release, copy out, seat and run; an empty plan only releases and copies out."""
@@ -92,6 +95,8 @@ class Runner:
                 self._host_copies.pop(request_id, None)
             self._copy_out(plan)
             self._seat(plan)
+            for prompt_id in plan.spent_prompts:
+                self._prompt_copies.pop(prompt_id, None)
             return run_round(self._parts, plan)
 
     def _release(self, slots: Sequence[int]) -> None:
@@ -110,6 +115,14 @@ class Runner:
                 num_tokens=item.num_tokens,
             )
             self._release((item.state_slot,))
+        for shared in plan.shared_prompts:
+            self._prompt_copies[shared.prompt_id] = copy_out(
+                self._caches,
+                self._parts.drafter,
+                slot=shared.state_slot,
+                page_ids=shared.page_ids,
+                num_tokens=shared.num_tokens,
+            )
 
     def _seat(self, plan: StepPlan) -> None:
         caches, drafter = self._caches, self._parts.drafter
@@ -122,4 +135,6 @@ class Runner:
                 drafter.reset((slot,))
             elif item.is_resumed:
                 copy_in(caches, drafter, self._host_copies.pop(item.request_id), slot=slot, page_ids=item.page_ids)
+            elif item.shared_prompt is not None:
+                copy_in(caches, drafter, self._prompt_copies[item.shared_prompt], slot=slot, page_ids=item.page_ids)
             self._seated[slot] = item.page_ids

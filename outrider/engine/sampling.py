@@ -17,6 +17,7 @@ import torch
 from outrider.batch import (
     CoinSpans,
     DraftSampling,
+    DraftShaping,
     Penalties,
     StopMask,
     TokenChoices,
@@ -47,6 +48,11 @@ class ChoiceSpan:
     def first_position(self) -> int:
         """Absolute position of the token that the first row chooses."""
         return self.item.start_position + len(self.item.query_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens before that one."""
+        return self.first_position - self.choice.num_prompt_tokens
 
 
 def _choice_spans(spans: StepSpans, drafts: StepDrafts) -> list[ChoiceSpan]:
@@ -104,9 +110,11 @@ def build_choices(spans: StepSpans, drafts: StepDrafts, vocab_size: int, device:
 def build_draft_sampling(
     drafting: Sequence[ScheduledSequence], vocab_size: int, device: torch.device
 ) -> DraftSampling | None:
-    """How the drafts of ``drafting`` are drawn; None when all are greedy."""
+    """How the drafts of ``drafting`` are chosen; None when all are the plain argmax, which costs nothing."""
     choices = [item.choice for item in drafting]
-    if all(choice is None or choice.params.temperature == 0 for choice in choices):
+    draws = any(choice is not None and choice.params.temperature > 0 for choice in choices)
+    shaping = _draft_shaping(drafting, vocab_size, device)
+    if not draws and shaping is None:
         return None
     params = [SamplingParams() if choice is None else choice.params for choice in choices]
     seed_S, sample_S, greedy_S, coins_S = upload(
@@ -123,7 +131,32 @@ def build_draft_sampling(
         greedy_S=greedy_S.bool(),
         coins_S=coins_S.bool(),
         hands_over=any(_rule(one) != "match" for one in params),
+        draws=draws,
         truncation=_truncation(params, vocab_size, device),
+        shaping=shaping,
+    )
+
+
+def _draft_shaping(drafting: Sequence[ScheduledSequence], vocab_size: int, device: torch.device) -> DraftShaping | None:
+    """What the drafts of some of ``drafting`` are to go through; None when nobody asks for anything."""
+    spans = [
+        ChoiceSpan(item=item, choice=item.choice, span=row, first_row=0, num_rows=1, block_row=0)
+        for row, item in enumerate(drafting)
+        if item.choice is not None
+    ]
+    chosen = [span for span in spans if span.choice.params.shapes_beyond(span.num_output_tokens)]
+    if not chosen:
+        return None
+    params = [span.choice.params for span in chosen]
+    num_masked = [max(0, span.choice.params.min_tokens - span.num_output_tokens) for span in chosen]
+    rows_Q, num_masked_Q = upload(device, [span.span for span in chosen], num_masked)
+    no_drafts = StepDrafts(token_ids_SG=torch.empty((1, 0), dtype=torch.int64, device=device), block_rows=())
+    return DraftShaping(
+        rows_Q=rows_Q,
+        bias_QV=_bias(params, vocab_size, device),
+        penalties=_penalties(chosen, no_drafts, vocab_size, device),
+        stop_QV=_stop_table(chosen, vocab_size, device) if any(num_masked) else None,
+        num_masked_Q=num_masked_Q,
     )
 
 
@@ -206,19 +239,23 @@ def _penalties(
 
 def _stop_mask(chosen: Sequence[ChoiceSpan], vocab_size: int, device: torch.device) -> StopMask | None:
     masked = [
-        span.first_position + i - span.choice.num_prompt_tokens < span.choice.params.min_tokens
-        for span in chosen
-        for i in range(span.num_rows)
+        span.num_output_tokens + i < span.choice.params.min_tokens for span in chosen for i in range(span.num_rows)
     ]
     if not any(masked):
         return None
+    (masked_R,) = upload(device, masked)
+    return StopMask(stop_QV=_stop_table(chosen, vocab_size, device), masked_R=masked_R.bool())
+
+
+def _stop_table(chosen: Sequence[ChoiceSpan], vocab_size: int, device: torch.device) -> torch.Tensor:
+    """The stop ids of each sequence, bool ``[Q, V]``."""
     stops = [sorted(span.choice.stop_token_ids) for span in chosen]
-    sequences, token_ids, masked_R = upload(
-        device, [q for q, ids in enumerate(stops) for _ in ids], list(chain.from_iterable(stops)), masked
+    sequences, token_ids = upload(
+        device, [q for q, ids in enumerate(stops) for _ in ids], list(chain.from_iterable(stops))
     )
     stop_QV = torch.zeros((len(chosen), vocab_size), dtype=torch.bool, device=device)
     stop_QV[sequences, token_ids] = True
-    return StopMask(stop_QV=stop_QV, masked_R=masked_R.bool())
+    return stop_QV
 
 
 def _coins(chosen: Sequence[ChoiceSpan], num_drafts: int, device: torch.device) -> tuple[CoinSpans, ...]:

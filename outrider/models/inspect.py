@@ -24,7 +24,7 @@ from outrider.models.layers import Build
 from outrider.models.shards import INDEX_NAME
 from outrider.models.weights import CheckpointReader, SourceTensor, check_names
 
-__all__ = ["Inspection", "WeightKind", "describe", "render"]
+__all__ = ["Inspection", "WeightKind", "describe", "readable_bytes", "render"]
 
 # Kind of a tensor by a part of its name; the first match wins.
 _KINDS = (
@@ -188,7 +188,7 @@ def _runs(labels: list[str]) -> str:
     return " ".join([pair if count == 1 else f"{count}x({pair})" for pair, count in folded] + tail)
 
 
-def _size(num_bytes: int) -> str:
+def readable_bytes(num_bytes: int) -> str:
     """Bytes in powers of ten, three digits after the point."""
     for factor, unit in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
         if num_bytes >= factor:
@@ -236,19 +236,19 @@ def render(report: Inspection) -> str:
     for kind in report.kinds:
         lines.append(
             f"{kind.name:<19}{kind.num_tensors:>8,} {kind.num_parameters:>19,} {kind.num_active:>17,} "
-            f"{_size(kind.num_bytes):>14}"
+            f"{readable_bytes(kind.num_bytes):>14}"
         )
     lines.append(
         f"{'total':<19}{report.num_tensors:>8,} {report.num_parameters:>19,} {report.num_active:>17,} "
-        f"{_size(report.num_bytes):>14}"
+        f"{readable_bytes(report.num_bytes):>14}"
     )
     lines += [
         "",
         "caches          (bfloat16 model)",
         f"MLA latents     {latents.bytes_per_token:,} B per token",
-        f"KDA states      {_size(recurrent.state_bytes_per_slot)} per sequence, whatever its length",
-        f"conv windows    {_size(recurrent.conv_bytes_per_slot)} per sequence "
-        f"({_size(recurrent.bytes_per_slot)} with the states)",
-        f"delta log       {_size(recurrent.log_bytes_per_row)} per tentative row",
+        f"KDA states      {readable_bytes(recurrent.state_bytes_per_slot)} per sequence, whatever its length",
+        f"conv windows    {readable_bytes(recurrent.conv_bytes_per_slot)} per sequence "
+        f"({readable_bytes(recurrent.bytes_per_slot)} with the states)",
+        f"delta log       {readable_bytes(recurrent.log_bytes_per_row)} per tentative row",
     ]
     return "\n".join(lines)

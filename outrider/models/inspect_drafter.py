@@ -109,6 +109,8 @@ def _lines(report: DrafterInspection) -> Iterator[str]:
         f"{config.num_draft_tokens} drafts per round"
     )
     yield f"taps            after layers {taps} (0-based) of {layers}, {config.aux_hidden_stream.value} stream"
+    written = ", ".join(str(t - config.aux_layer_convention.offset) for t in config.aux_layer_ids)
+    yield f"taps as written {written} ({config.aux_layer_convention.value} convention)"
     reduced = "reduced" if config.reduced_vocabulary else "the target's"
     ids = f"{config.draft_vocab_size:,} of {config.vocab_size:,} ids ({reduced})"
     yield f"vocabulary      {ids}, mask {config.mask_token_id}"

@@ -25,6 +25,7 @@ from outrider.scheduling.admission import num_pages_for, resolve_max_new_tokens
 from outrider.scheduling.cut import Cut, append_until_end
 from outrider.scheduling.seats import Seats
 from outrider.scheduling.sequence import Sequence, SequenceStatus, StopText
+from outrider.scheduling.sharing import PromptSharing
 
 __all__ = ["Scheduler"]
 
@@ -55,6 +56,7 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._seats = Seats(config.max_num_seqs, cache)
+        self._sharing = PromptSharing(config.chunk_multiple, max_copies=config.max_num_seqs)
         self._unfinished: dict[str, Sequence] = {}  # in order of arrival
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}  # in order of arrival
@@ -102,6 +104,11 @@ class Scheduler:
         """Unfinished sequences, in order of arrival, for inspection."""
         return tuple(self._unfinished.values())
 
+    @property
+    def copied_prompts(self) -> dict[str, int]:
+        """Prompts whose copy waits on the host for further samples, and the tokens of each."""
+        return self._sharing.copied_prompts
+
     def shuffle_seats(self, dice: Random) -> None:
         """Hand out free slots and pages in another order from now on, on which nothing may depend."""
         self._seats.slots.shuffle(dice)
@@ -131,6 +138,7 @@ class Scheduler:
             )
         if sequence.max_new_tokens == 0:
             return self._finish(sequence, FinishReason.LENGTH, Cut())
+        self._sharing.join(sequence)
         self._num_arrivals += 1
         self._unfinished[request.request_id] = sequence
         self._waiting.append(sequence)
@@ -148,6 +156,7 @@ class Scheduler:
     def fail_round(self, plan: StepPlan, error: str) -> list[RequestUpdate]:
         """End every request that a faulted round touched: those with rows and those it was to copy out."""
         self._seats.clear_after(plan)
+        self._sharing.clear_after(plan.shared_prompts, plan.spent_prompts)
         with_rows = [item.request_id for item in plan.scheduled]
         return self.fail([*with_rows, *(item.request_id for item in plan.preempted)], error)
 
@@ -169,6 +178,7 @@ class Scheduler:
         """Plan the next round: rows of running sequences first, then admit, then drafts, then prompt chunks."""
         self._reserve_next_rows()
         self._admit()
+        shared_prompts = self._sharing.new_copies()
         decodes = [self._decode_span(s) for s in self._running.values() if not s.in_prompt]
         scheduled = (*decodes, *self._prompt_chunks())
         for item in scheduled:
@@ -180,6 +190,8 @@ class Scheduler:
             released_slots=news.released_slots,
             preempted=news.preempted,
             dropped_copies=news.dropped_copies,
+            shared_prompts=shared_prompts,
+            spent_prompts=self._sharing.spent_copies(),
         )
         self._num_plans += 1
         return plan
@@ -277,11 +289,15 @@ class Scheduler:
         for sequence in self._running.values():
             if not sequence.in_prompt:
                 continue
-            length = self._chunk_length(sequence, budget)
+            shared = self._sharing.start(sequence)
+            if shared is None:  # an older sample computes the prompt
+                continue
+            start = shared.begin
+            length = self._chunk_length(shared.end - start, budget)
             if length == 0:
                 break
             budget -= length
-            start = sequence.num_computed_tokens
+            sequence.num_computed_tokens = start
             is_last = start + length == sequence.num_prompt_tokens
             chunks.append(
                 ScheduledSequence(
@@ -295,13 +311,13 @@ class Scheduler:
                     wants_logits=is_last,
                     is_first=start == 0,
                     is_resumed=sequence.on_host,
+                    shared_prompt=shared.copy,
                     choice=_choice(sequence) if is_last else None,
                 )
             )
         return chunks
 
-    def _chunk_length(self, sequence: Sequence, budget: int) -> int:
-        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+    def _chunk_length(self, num_left: int, budget: int) -> int:
         limit = min(budget, self._config.max_step_rows)
         if num_left <= limit:
             return num_left
@@ -344,6 +360,7 @@ class Scheduler:
         """Give everything back, once, and write the last update."""
         assert sequence.status is not SequenceStatus.FINISHED, f"{sequence.request.request_id} ended twice"
         self._seats.end(sequence)
+        self._sharing.leave(sequence)
         sequence.status = SequenceStatus.FINISHED
         self._unfinished.pop(sequence.request.request_id, None)
         self._running.pop(sequence.request.request_id, None)

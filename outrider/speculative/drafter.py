@@ -128,6 +128,11 @@ class DSparkDrafter:
         self.aux_layer_ids = config.aux_layer_ids
         self.aux_hidden_stream = config.aux_hidden_stream.value
 
+    @property
+    def context_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one context token, all draft layers."""
+        return self._context.rows_2LRJK[:, :, 0].nbytes
+
     def observed_tokens(self, slot: int) -> int:
         """Context tokens of the sequence in ``slot``."""
         if slot not in self._observed:

@@ -141,15 +141,30 @@ class PlainRuns:
 
 
 def run_cell(
-    pair: Pair, prompts: Sequence[VerifyPrompt], cell: Cell, progress: Callable[[int], None] | None = None
+    pair: Pair,
+    prompts: Sequence[VerifyPrompt],
+    cell: Cell,
+    progress: Callable[[int], None] | None = None,
+    *,
+    tap_shift: int = 0,
 ) -> CellResult:
-    """Run all prompts in one new engine; ``progress`` gets the number of prompts that just ended."""
+    """Run all prompts in one new engine.
+
+    Args:
+        pair: target and drafter.
+        prompts: all of them are run.
+        cell: the settings.
+        progress: gets the number of prompts that just ended.
+        tap_shift: layers by which the drafter taps the target later than its config says; every tap must exist.
+    """
     limits = cell.split.limits(
         chunk_multiple=pair.target.chunk_multiple, max_model_len=pair.max_model_len, num_drafts=cell.num_drafts
     )
     config = _config(pair, limits, num_drafts=cell.num_drafts, concurrency=cell.concurrency)
     num_cache_rows = config.cache.num_pages * config.cache.page_size
     drafter = DSparkDrafter(pair.predictor, num_cache_rows=num_cache_rows) if cell.num_drafts else None
+    if drafter is not None:
+        drafter.aux_layer_ids = tuple(layer_id + tap_shift for layer_id in drafter.aux_layer_ids)
     engine = build_engine(pair.target, drafter, config, device=pair.device)
     order = list(range(len(prompts)))
     random.Random(cell.order_seed).shuffle(order)

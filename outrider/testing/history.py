@@ -137,7 +137,9 @@ class PoisoningRunner:
     def run(self, plan: StepPlan) -> StepResult:
         """See PlanRunner."""
         self.plans.append(plan)
-        entering = {item.request_id for item in plan.scheduled if item.is_first or item.is_resumed}
+        entering = {
+            item.request_id for item in plan.scheduled if item.is_first or item.is_resumed or item.shared_prompt
+        }
         slots, rows = set[int](), set[int]()
         for sequence in self._scheduler.sequences:
             if is_on_device(sequence) and sequence.request.request_id not in entering:
@@ -186,6 +188,7 @@ class History:
         self.finished: dict[str, FinishReason] = {}
         self.seen: Counter[str] = Counter()
         self._forced: set[str] = set()  # preempted since the last round
+        self._num_shared = 0  # prompts that several samples were asked for
         self._broken = False  # a round did not come to its end
 
     @property
@@ -193,10 +196,16 @@ class History:
         """Requests that wait, run, or are preempted."""
         return [name for name in self.asked if name not in self.finished]
 
-    def submit(self, prompt: tuple[int, ...], sampling: SamplingParams) -> str:
+    def submit_samples(self, prompt: tuple[int, ...], sampling: SamplingParams, count: int) -> None:
+        """Ask for several samples of a prompt, which share the work on it."""
+        self._num_shared += 1
+        for _ in range(count):
+            self.submit(prompt, sampling, prompt_id=f"p{self._num_shared}")
+
+    def submit(self, prompt: tuple[int, ...], sampling: SamplingParams, prompt_id: str | None = None) -> str:
         """Ask for one more continuation; raises RequestError if it can never fit."""
         name = f"r{len(self.asked)}"
-        request = Request(request_id=name, prompt_token_ids=prompt, sampling=sampling)
+        request = Request(request_id=name, prompt_token_ids=prompt, sampling=sampling, prompt_id=prompt_id)
         update = self.engine.submit(request)
         self.asked[name], self.emitted[name] = request, ()
         self._take([] if update is None else [update])
@@ -260,6 +269,7 @@ class History:
         self.runner.run(self.scheduler.schedule())
         assert not self.drafter.occupied_slots, "a slot was not released"
         assert not self.runner.host_bytes, "a host copy was not dropped"
+        assert not self.runner.prompt_bytes, "a copy of a prompt was not dropped"
 
     def check_books(self) -> None:
         """Each page and slot has one owner or is free; nobody who left holds any; the order of arrival is kept."""
@@ -285,6 +295,8 @@ class History:
             self.seen["preempted by force" if item.request_id in self._forced else "preempted for pages"] += 1
         self._forced.clear()
         self.seen["resumed"] += sum(item.is_resumed for item in plan.scheduled)
+        self.seen["prompts copied"] += len(plan.shared_prompts)
+        self.seen["prompts taken over"] += sum(item.shared_prompt is not None for item in plan.scheduled)
         self.seen["cut prompts"] += sum(item.is_prompt and not item.wants_logits for item in plan.scheduled)
         self.seen["split rounds"] = metrics.num_steps - metrics.num_rounds
         self.seen["rejected drafts"] = metrics.num_drafted - metrics.num_accepted
@@ -333,7 +345,7 @@ class History:
             assert self.drafter.inner.observed_tokens(slot) == length
 
     def _check_copies(self) -> None:
-        """Exactly the preempted sequences have a copy, of exactly the documented size."""
+        """Exactly the preempted sequences, and prompts that samples wait for, have a copy of the documented size."""
         recurrent = self.runner.caches.recurrent.snapshot(0).num_bytes
         per_token = sum(
             layout.bytes_per_token for layout in self.toy.target.cache_layouts if isinstance(layout, PagedLayout)
@@ -345,6 +357,9 @@ class History:
             if s.on_host
         }
         assert self.runner.host_bytes == expected, f"host copies {self.runner.host_bytes}, not {expected}"
+        prompts = {name: recurrent + length * per_token for name, length in self.scheduler.copied_prompts.items()}
+        assert self.runner.prompt_bytes == prompts, f"copies of prompts {self.runner.prompt_bytes}, not {prompts}"
+        assert len(prompts) <= self.limits.max_num_seqs
 
 
 def is_on_device(sequence: RequestSequence) -> bool:

@@ -32,12 +32,12 @@ def eos_names_of(tokenizer_config: dict[str, object]) -> list[str]:
     return [eos]
 
 
-def ids_of(value: object, source: str) -> list[int]:
+def ids_of(value: object, source: str, name: str = "eos_token_id") -> list[int]:
     """Token ids given as one int, a list of ints or None; raises TokenizerError naming `source` otherwise."""
     if value is None:
         return []
     values = value if isinstance(value, Sequence) and not isinstance(value, str) else [value]
     ids = [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
     if len(ids) != len(values):
-        raise TokenizerError(f"eos_token_id={value!r} in {source} is not an int or a list of ints; correct it")
+        raise TokenizerError(f"{name}={value!r} in {source} is not an int or a list of ints; correct it")
     return ids

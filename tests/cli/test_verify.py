@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from outrider.cli import main
+from outrider.models.kimi_k3.model import KimiK3Model
+from outrider.models.protocol import AuxStream
 from outrider.testing.faults import FAULTS
 from outrider.testing.grid import default_grid
 from outrider.testing.toy import ToyOptions, write_byte_tokenizer, write_toy_checkpoint
@@ -73,6 +75,28 @@ def test_the_control_changes_no_output(line: list[str], capsys: pytest.CaptureFi
     printed = capsys.readouterr().out
     assert "planted shifted-tap" in printed and "changed no output, as it must" in printed
     assert "without the fault" in printed
+
+
+def test_taps_of_the_neighbouring_conventions_are_compared(
+    line: list[str], tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B02: layers (0, 1) of three can also be tapped one later, not one earlier; no token changes."""
+    out, tapped, set_taps = tmp_path / "out.json", [], KimiK3Model.set_aux_layers
+
+    def watch(self: KimiK3Model, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
+        tapped.append(layer_ids)
+        set_taps(self, layer_ids, stream)
+
+    monkeypatch.setattr(KimiK3Model, "set_aux_layers", watch)
+    assert main([*line, "--taps", "--json", str(out)]) == 0
+    printed, taps = capsys.readouterr().out, json.loads(out.read_text())["taps"]
+    assert [(arm["shift"], arm["aux_layer_ids"]) for arm in taps] == [(0, [0, 1]), (1, [1, 2])]
+    assert "taps as the config says, after layers 0, 1:" in printed
+    assert "taps one layer later, after layers 1, 2:" in printed
+    cells = json.loads(out.read_text())["cells"]
+    (same,) = [cell for cell in cells if all(cell[key] == value for key, value in taps[0]["cell"].items())]
+    assert [same[key] for key in ("num_drafted", "num_accepted")] == [taps[0]["num_drafted"], taps[0]["num_accepted"]]
+    assert tapped[-2:] == [(0, 1), (1, 2)] and (1, 2) not in tapped[:-1]
 
 
 @pytest.mark.parametrize(

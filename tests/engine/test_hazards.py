@@ -4,6 +4,7 @@ Numbers are those of docs/reference/hazards.md, which says where the other entri
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from outrider.engine.build import EngineLimits
 from outrider.engine.llm import LLM, RequestOutput
 from outrider.errors import UserError
-from outrider.request import FinishReason, SamplingParams
+from outrider.request import FinishReason, Request, RequestUsage, SamplingParams, samples_of
 from outrider.testing.toy import ToyOptions, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
@@ -68,6 +69,34 @@ def rounds(output: RequestOutput) -> tuple[int, int, int]:
     return output.usage.num_rounds, output.usage.num_drafted, output.usage.num_accepted
 
 
+def test_b04_more_drafts_than_the_block_are_refused(paths: tuple[Path, Path], plain: LLM) -> None:
+    """Up to the block's NUM_DRAFTS change nothing; one more, or twice as many, are refused."""
+    asked = [prompt(20, seed) for seed in range(3)]
+    expected = [plain.generate([one], greedy())[0].token_ids for one in asked]
+    for drafts in (1, NUM_DRAFTS - 1, NUM_DRAFTS):
+        assert ids(load(paths, drafts).generate(asked, greedy())) == expected
+    for drafts in (NUM_DRAFTS + 1, 2 * NUM_DRAFTS):
+        with pytest.raises(UserError, match=f"speculation={drafts} exceeds the {NUM_DRAFTS}"):
+            load(paths, drafts)
+
+
+def test_b08_samples_that_take_over_a_prompt_have_its_drafter_context(spec: LLM) -> None:
+    """Acceptance of every sample is that of a cold run; there is no other way to skip a prompt."""
+    sampling = replace(greedy(), n=3, temperature=1.5, seed=4)
+    request = Request(request_id="warm", prompt_token_ids=tuple(prompt(50)), sampling=sampling)
+    usages: list[dict[int, RequestUsage | None]] = []
+    before = spec.metrics.num_prompt_tokens
+    for prompt_id in ("warm", None):
+        for sample in samples_of(request):
+            spec.engine.submit(replace(sample, prompt_id=prompt_id))
+        usages.append({})
+        while spec.engine.has_work:
+            usages[-1] |= {update.sample_index: update.usage for update in spec.engine.step()}
+    assert spec.metrics.num_prompt_tokens - before == (50 + 2 + 2) + 3 * 50
+    assert usages[0] == usages[1] and len(usages[0]) == 3
+    assert all(usage is not None and usage.num_accepted > 0 for usage in usages[0].values())
+
+
 def test_b10_acceptance_does_not_depend_on_the_batch(spec: LLM, paths: tuple[Path, Path]) -> None:
     asked = [prompt(length) for length in (1, 7, 16, 33)]
     alone = [spec.generate([one], greedy())[0] for one in asked]
@@ -111,6 +140,87 @@ def test_b22_b30_b32_the_context_is_filled_to_the_last_token(spec: LLM, plain: L
         assert ids(outputs) == [plain.generate([one], greedy(max_tokens))[0].token_ids for one in asked]
         assert [len(output.token_ids) for output in outputs] == [max_tokens or left for left in room]
         assert {output.finish_reason for output in outputs} == {FinishReason.LENGTH}
+
+
+def test_b42_log_probabilities_come_for_every_token_streamed_or_not(spec: LLM) -> None:
+    sampling = replace(greedy(), logprobs=3)
+    (whole,) = spec.generate([prompt(20)], sampling)
+    assert whole.usage.num_accepted > 0, "no token came from inside an accepted span"
+    assert whole.logprobs is not None and len(whole.logprobs) == len(whole.token_ids) == 12
+    assert all(entry.token_id == entry.top[0][0] and len(entry.top) == 3 for entry in whole.logprobs)
+    updates = list(spec.stream(prompt(20), sampling))
+    assert tuple(entry for update in updates for entry in update.logprobs or ()) == whole.logprobs
+    assert all(len(update.logprobs or ()) == len(update.new_token_ids) for update in updates)
+
+
+def test_b44_requests_without_a_seed_differ(spec: LLM) -> None:
+    sampling = replace(greedy(16), temperature=3.0)
+    texts = [spec.generate([prompt(8)], sampling)[0].token_ids for _ in range(50)]
+    assert len(set(texts)) == 50
+    (eight,) = spec.generate([prompt(8)], replace(sampling, n=8))
+    assert len({sample.token_ids for sample in eight.samples}) == 8
+
+
+def test_b46_one_seed_is_one_text_whatever_the_engine_did_before(paths: tuple[Path, Path], plain: LLM) -> None:
+    """Alone, after a hundred other requests, in a batch, with any number of drafts, after a preemption."""
+    sampling = replace(greedy(), temperature=1.2, seed=42)
+    others = replace(greedy(3), temperature=1.0)
+    expected = plain.generate([prompt(20)], sampling)[0].token_ids
+    for drafts in (1, NUM_DRAFTS):
+        llm = load(paths, drafts)
+        llm.generate([prompt(5, seed) for seed in range(100 if drafts == 1 else 0)], others)
+        assert ids(llm.generate([prompt(20)], sampling)) == [expected]
+        batch = llm.generate([prompt(9), prompt(20), prompt(30)], [others, sampling, greedy()])
+        assert batch[1].token_ids == expected
+    stream = llm.stream(prompt(20), sampling)
+    updates = [next(stream)]
+    for request_id in llm.engine._scheduler.request_ids:
+        assert llm.engine.preempt(request_id)
+    updates.extend(stream)
+    assert tuple(token for update in updates for token in update.new_token_ids) == expected
+    assert llm.metrics.num_preempted == 1
+
+
+def test_b72_one_request_switches_drafts_off_for_nobody_else(spec: LLM) -> None:
+    """Neither several samples, nor a switch, nor log probabilities, nor sampling."""
+    asked = [
+        replace(greedy(), n=3, temperature=1.0),
+        greedy(speculation=False),
+        replace(greedy(), logprobs=1),
+        greedy(),
+    ]
+    outputs = spec.generate([prompt(12, seed) for seed in range(4)], asked)
+    drafted = [[sample.usage.num_drafted > 0 for sample in output.samples] for output in outputs]
+    assert drafted == [[True] * 3, [False], [True], [True]]
+
+
+OUT_OF_RANGE: list[tuple[str, object]] = [
+    *(("logit_bias", {token_id: 1.0}) for token_id in (-1, 5, 2**31, "AI", 1.5)),
+    ("logit_bias", dict.fromkeys(range(5000), 1.0)),
+    *(("stop_token_ids", (token_id,)) for token_id in (-1, 5, 2**31, "AI", 1.5)),
+    *(("seed", value) for value in (-1, 2**63, "x", 1.5)),
+    *(("n", value) for value in (0, 10**6)),
+    *(("temperature", value) for value in (-1, float("nan"), 1e9)),
+    *(("top_p", value) for value in (0, 2)),
+    *(("max_tokens", value) for value in (-1, 10**12)),
+    ("logprobs", 10**6),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
+def test_b74_a_value_out_of_range_is_named_and_the_engine_goes_on(spec: LLM, name: str, value: object) -> None:
+    running = spec.stream(prompt(7), greedy())
+    next(running)
+    with pytest.raises(UserError, match=name):
+        spec.generate([prompt(3)], SamplingParams(**{"max_tokens": 4, name: value}))  # type: ignore[arg-type]
+    assert len([token for update in running for token in update.new_token_ids]) == 11
+    assert not spec.engine.has_work
+
+
+def test_b74_values_at_the_edge_are_served(spec: LLM) -> None:
+    for changes in ({"max_tokens": 0}, {"max_tokens": None}, {"seed": 2**63 - 1}, {"logprobs": 20}, {"top_k": 2**62}):
+        (output,) = spec.generate([prompt(MAX_LEN - 5)], replace(greedy(5), **changes))  # type: ignore[arg-type]
+        assert len(output.token_ids) == (0 if changes == {"max_tokens": 0} else 5)
 
 
 def test_b76_the_same_whole_pages_twice(spec: LLM, plain: LLM) -> None:

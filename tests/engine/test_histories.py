@@ -35,9 +35,11 @@ from outrider.models.dspark.load import load_predictor
 from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.registry import load_target
 from outrider.ops import kda_step
+from outrider.plan import SharedPrompt
 from outrider.request import RequestUpdate, SamplingParams
 from outrider.scheduling import Scheduler, Sequence
 from outrider.scheduling.seats import Seats
+from outrider.scheduling.sharing import PromptSharing
 from outrider.speculative.drafter import DSparkDrafter
 from outrider.testing.history import REAL, History
 from outrider.testing.solo import HistoryLimits, Toy
@@ -179,6 +181,16 @@ class EngineHistory(RuleBasedStateMachine):
         )
         self.history.submit(prompt_ids, sampling)
 
+    @rule(
+        prompt=st.sampled_from([n for n, length in enumerate(PROMPT_LENGTHS) if length >= 15]),
+        count=st.integers(2, 4),
+        max_tokens=st.sampled_from([0, 1, 3, 8]),
+        accepts=accepts,
+    )
+    def submit_samples(self, prompt: int, count: int, max_tokens: int, accepts: list[tuple[int, ...]]) -> None:
+        self.history.submit_samples(self.toy.prompts[prompt], SamplingParams(max_tokens=max_tokens), count)
+        self.history.round(accepts[0])
+
     @rule(accepts=accepts, poisoned=st.booleans(), fault_in=fault)
     def rounds(self, accepts: list[tuple[int, ...]], poisoned: bool, fault_in: str | None) -> None:
         if fault_in == "reset":  # only who has just come is reset
@@ -240,6 +252,8 @@ EVENTS = (
     "preempted by force",
     "preempted for pages",
     "resumed",
+    "prompts copied",
+    "prompts taken over",
     "aborted while preempted",
     "cut prompts",
     "split rounds",
@@ -347,6 +361,19 @@ def leave_the_last_page_stale(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PageTable, "assign", lambda self, slot, page_ids: right(self, slot, page_ids[:-1] or page_ids))
 
 
+def keep_the_copy_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PromptSharing, "spent_copies", lambda self: ())
+
+
+def copy_a_prompt_short_of_a_token(patch: pytest.MonkeyPatch) -> None:
+    right = PromptSharing.new_copies
+
+    def wrong(self: PromptSharing) -> tuple[SharedPrompt, ...]:
+        return tuple(replace(copy, num_tokens=copy.num_tokens - 1) for copy in right(self))
+
+    patch.setattr(PromptSharing, "new_copies", wrong)
+
+
 FAULTS = {
     leak_a_page_on_abort: "a page leaked",
     keep_the_copy_of_an_ended_request: "host cop(y|ies)",
@@ -358,6 +385,8 @@ FAULTS = {
     forget_the_conv_window_on_preemption: "differs from the solo run|committed, not",
     restore_latents_in_reverse: "differs from the solo run",
     leave_the_last_page_stale: "differs from the solo run|not finite",
+    keep_the_copy_of_a_prompt: "cop(y|ies) of (a )?prompt",
+    copy_a_prompt_short_of_a_token: "copy at position|does not continue|differs from the solo run",
 }
 
 

@@ -1,12 +1,17 @@
 """Sampling from checkpoint directories to outputs, with a real toy target and a real toy DSpark drafter."""
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from outrider.engine.build import EngineLimits
+from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
-from outrider.request import SamplingParams
+from outrider.engine.runner import Runner
+from outrider.request import Request, SamplingParams, TokenLogprobs, samples_of
 from outrider.testing.toy import ToyOptions, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
@@ -98,6 +103,87 @@ def test_n_samples_come_together_and_equal_their_own_requests(paths: dict[str, P
     again = llm.generate([prompt], params(seed=fresh[0].seed, n=2))[0]
     assert [s.token_ids for s in again.samples] == [s.token_ids for s in fresh[0].samples]
     assert not llm.engine.has_work
+
+
+Outputs = dict[str, tuple[tuple[int, ...], tuple[TokenLogprobs, ...]]]
+
+
+def run_samples(
+    llm: LLM, asked: list[Request], events: Callable[[int, Engine], None] = lambda index, engine: None
+) -> Outputs:
+    """Tokens and log probabilities by request id; ``events`` happen before the round of their index."""
+    outputs: Outputs = {request.request_id: ((), ()) for request in asked}
+    for request in asked:
+        llm.engine.submit(request)
+    index = 0
+    while llm.engine.has_work:
+        events(index, llm.engine)
+        for update in llm.engine.step() if llm.engine.has_work else ():
+            assert update.error is None
+            token_ids, logprobs = outputs[update.request_id]
+            outputs[update.request_id] = token_ids + update.new_token_ids, logprobs + (update.logprobs or ())
+        index += 1
+    return outputs
+
+
+def asked_samples(num_prompt: int, n: int) -> list[Request]:
+    dice = random.Random(num_prompt)
+    prompt = tuple(dice.randrange(95) for _ in range(num_prompt))
+    sampling = params(n=n, logprobs=1, repetition_penalty=1.2, max_tokens=9)
+    return list(samples_of(Request(request_id="a", prompt_token_ids=prompt, sampling=sampling)))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("num_prompt", [16, 17, 70])
+def test_samples_share_the_work_on_their_prompt_and_no_bit_changes(
+    paths: dict[str, Path], dtype: str, num_prompt: int
+) -> None:
+    """Tokens and log probabilities: every sample alone from the start, and all of them from one prefill."""
+    asked, shared = asked_samples(num_prompt, 4), (num_prompt - 1) // 16 * 16
+    alone = load(paths, "full", dtype, 1)
+    expected = run_samples(alone, [replace(request, prompt_id=None) for request in asked])
+    assert alone.metrics.num_prompt_tokens == 4 * num_prompt
+    assert len({token_ids for token_ids, _ in expected.values()}) == 4
+    for drafter, seqs in (("full", 8), ("full", 2), (None, 3), ("reduced", 1)):
+        llm = load(paths, drafter, dtype, seqs)
+        assert run_samples(llm, asked) == expected
+        assert llm.metrics.num_prompt_tokens == num_prompt + 3 * (num_prompt - shared)
+        runner = llm.engine._runner
+        assert isinstance(runner, Runner) and not runner.prompt_bytes
+
+
+@pytest.fixture(scope="module")
+def chunked(paths: dict[str, Path]) -> LLM:
+    """A prompt of 70 tokens takes three rounds."""
+    return load(paths, "full", seqs=3, limits=EngineLimits(page_size=16, max_prefill_tokens=32))
+
+
+@pytest.fixture(scope="module")
+def unshared(chunked: LLM) -> Outputs:
+    return run_samples(chunked, [replace(request, prompt_id=None) for request in asked_samples(70, 3)])
+
+
+@pytest.mark.parametrize("when", range(6))
+@pytest.mark.parametrize("who", range(3))
+@pytest.mark.parametrize("what", ["abort", "preempt"])
+def test_an_abort_or_a_preemption_of_one_sample_changes_no_other(
+    chunked: LLM, unshared: Outputs, what: str, who: int, when: int
+) -> None:
+    """Before, while and after the prompt is computed in chunks and handed on, by the leader or a taker."""
+    llm, asked, expected = chunked, asked_samples(70, 3), unshared
+
+    def events(index: int, engine: Engine) -> None:
+        if index == when:
+            getattr(engine, what)(f"a#{who}")
+
+    outputs = run_samples(llm, asked, events)
+    for name, (token_ids, logprobs) in expected.items():
+        if what == "abort" and name == f"a#{who}":
+            assert outputs[name][0] == token_ids[: len(outputs[name][0])]
+        else:
+            assert outputs[name] == (token_ids, logprobs)
+    runner = llm.engine._runner
+    assert isinstance(runner, Runner) and not runner.prompt_bytes and not runner.host_bytes
 
 
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])

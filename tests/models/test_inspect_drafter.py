@@ -27,6 +27,7 @@ def test_config_alone_says_what_the_weights_say(family, tmp_path, capsys):
     alone = json.loads(capsys.readouterr().out)
     assert (alone["family"], alone["layout"], alone["num_draft_tokens"]) == (name, "anchor_first", 4)
     assert alone["aux_layer_ids"] == [0, 2, 4]  # output-of, whatever the family writes
+    assert alone["aux_layer_convention"] == ("input" if family == "speculators" else "output")
     assert alone["draft_vocab_size"] == (options.draft_vocab_size or 97)
     assert (alone["markov"], alone["markov_rank"], alone["confidence_head"]) == ("vanilla", 16, True)
     assert alone["context_bytes_per_token"] == 2 * 2 * 2 * 8 * 2  # layers, keys and values, heads, width, bytes
@@ -49,6 +50,7 @@ def test_rendered_report_says_it(tmp_path, capsys):
         "speculators",
         "4 rows, anchor-drop: 3 drafts",
         "after layers 0, 2, 4",
+        "1, 3, 5 (input convention)",
         "41 of 97",
         "vanilla, rank 16",
     ):

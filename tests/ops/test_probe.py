@@ -4,9 +4,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from outrider.ops import invariant, kda, kda_step, moe, probe, probe_kda, probe_mixers, probe_ops, residual
+from outrider.ops import (
+    invariant,
+    kda,
+    kda_step,
+    moe,
+    probe,
+    probe_block,
+    probe_kda,
+    probe_mixers,
+    probe_ops,
+    residual,
+    tiled,
+)
 from outrider.ops import linear as linear_ops
 from outrider.ops.activation import Activation
+from outrider.ops.block_attention import BlockMask
 from outrider.ops.kda_step import PLAIN_KDA, KdaForm, kda_commit_seats
 from outrider.ops.native.activation import NativeGlu
 from outrider.ops.native.library import library_for
@@ -16,6 +29,8 @@ from outrider.ops.native.norm import NativeNorm
 
 CPU = torch.device("cpu")
 SITU = Activation(name="situ", beta=4.0, linear_beta=25.0)
+BLOCK = probe_block.BlockSizes(num_rows=5, num_heads=3, num_kv_heads=1, head_dim=20)
+MASKS = (BlockMask(), BlockMask(causal=True, window=20), BlockMask(window=40, window_from_anchor=True))
 SIZES = probe_mixers.MlaSizes(num_heads=3, nope_dim=16, rope_dim=8, value_dim=12, latent_dim=32)
 KDA = probe_kda.KdaSizes(num_heads=3, width=20, num_taps=4, bound=-5.0, eps=1e-5)
 ROUTED = probe_ops.RoutedSizes(num_experts=5, model_width=20, width=40, inner=24)
@@ -39,6 +54,7 @@ def every_check(dtype):
         probe_mixers.absorbed_check(SIZES, dtype, CPU),
         probe_mixers.expanded_check(SIZES, dtype, CPU),
         probe_ops.mix_check(5, 40, 1e-6, dtype, CPU),
+        *(probe_block.block_attention_check(BLOCK, mask, dtype, CPU) for mask in MASKS),
     ]
 
 
@@ -79,6 +95,9 @@ PLANTED = {
     "KDA update": (kda, "batch_matmul", lambda a, b: a.shape[0] // 3, 8),
     "attention": (invariant, "batch_matmul", lambda a, b: a.shape[1] // 4, 11),
     "residual mix": (residual, "attention_residual_mix", lambda x, *rest: x.shape[1], 13),
+    # Three key tiles alone; more matrices with more sequences or longer contexts.
+    "block attention": (tiled, "batch_matmul", lambda a, b: a.shape[0], 14),
+    "windowed block attention": (probe_block, "block_attention", lambda q, *rest, scale: q.shape[0], 15),
 }
 
 
@@ -158,6 +177,36 @@ def test_a_commit_that_does_not_fit_its_step_is_found(commit, expected):
     assert expected in violation(check)
     outcome = probe.run_checks([check])
     assert not outcome.lost and outcome.geometries[check.name] == "torch"
+
+
+@pytest.mark.parametrize("index", [14, 15, 16])
+def test_a_block_that_reads_a_neighbours_context_is_found(index, monkeypatch):
+    real = probe_block.paged_keys
+
+    def first_of_all(*args, **kwargs):
+        keys = real(*args, **kwargs)
+        keys.key_rows_SK[1:] = keys.key_rows_SK[:1]
+        return keys
+
+    monkeypatch.setattr(probe_block, "paged_keys", first_of_all)
+    assert violation(every_check(torch.float32)[index]) is not None
+
+
+def test_a_block_that_sees_how_long_its_neighbours_are_is_found(monkeypatch):
+    """Key tiles beyond a context must change no bit of it."""
+    real = probe_block.block_attention
+
+    def by_tiles(*args, **kwargs):
+        return real(*args, **kwargs) * (1 + 2.0**-6 * (args[5].num_tiles > 2))
+
+    monkeypatch.setattr(probe_block, "block_attention", by_tiles)
+    assert violation(every_check(torch.float32)[14]) is not None
+
+
+def test_many_heads_are_cut_and_the_group_is_kept():
+    cut = probe_block.BlockSizes(num_rows=7, num_heads=64, num_kv_heads=16, head_dim=64).cut()
+    assert (cut.num_heads, cut.num_kv_heads) == (32, 8)
+    assert BLOCK.cut() == BLOCK
 
 
 def test_a_leak_of_a_neighbours_nan_is_found():

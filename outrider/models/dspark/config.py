@@ -19,6 +19,7 @@ __all__ = [
     "DraftLayerMask",
     "MarkovKind",
     "RopeConfig",
+    "TapConvention",
     "WindowOrigin",
     "YarnConfig",
     "check_target",
@@ -49,6 +50,23 @@ class AuxStream(Enum):
 
     PREFIX = "prefix"  # the running residual alone
     MIXTURE = "mixture"  # what the next layer consumes before its norm; checkpoints say "attn_res"
+
+
+class TapConvention(Enum):
+    """What a layer id of a tap means in a config file. Loaded ids always mean OUTPUT, t.
+
+    Ids one off cost a token per round and raise no error, so the config may say which it is
+    (``aux_layer_convention``); a family's own meaning is the default.
+    """
+
+    OUTPUT = "output"  # t: what leaves layer t
+    INPUT = "input"  # a: what enters layer a = what leaves layer a - 1
+    HIDDEN_STATES = "hidden_states"  # index into Hugging Face's tuple: 0 the embedding, i what leaves layer i - 1
+
+    @property
+    def offset(self) -> int:
+        """What is added to an id of the file to get "output of layer t"."""
+        return 0 if self is TapConvention.OUTPUT else -1
 
 
 class WindowOrigin(Enum):
@@ -117,6 +135,7 @@ class DSparkConfig:
     target_hidden_size: int
     num_target_layers: int | None  # None where the family does not record it
     aux_layer_ids: tuple[int, ...]  # ascending t, "output of target layer t"
+    aux_layer_convention: TapConvention  # of the ids in the file, which messages speak of
     aux_hidden_stream: AuxStream
     aux_norm: bool  # one RMSNorm per tap before the projection
     markov: MarkovKind
@@ -150,6 +169,11 @@ class DSparkConfig:
         """Whether the drafter has its own, smaller output vocabulary."""
         return self.draft_vocab_size != self.vocab_size
 
+    def written_tap(self, layer_id: int) -> str:
+        """A tap as the config file has it, for a message."""
+        convention = self.aux_layer_convention
+        return f"aux layer id {layer_id - convention.offset} ({convention.value} convention)"
+
 
 def check_target(config: DSparkConfig, *, vocab_size: int, hidden_size: int, num_layers: int) -> None:
     """Refuse a drafter that was trained for another target.
@@ -179,8 +203,13 @@ def check_target(config: DSparkConfig, *, vocab_size: int, hidden_size: int, num
         )
     if config.aux_layer_ids[-1] >= num_layers:
         raise CheckpointError(
-            f"aux layer id {config.aux_layer_ids[-1]} (output of layer t) is not below the "
-            f"target's {num_layers} layers; check the id convention of this checkpoint"
+            f"{config.written_tap(config.aux_layer_ids[-1])} means the output of layer {config.aux_layer_ids[-1]}, "
+            f"but the target has {num_layers} layers; state the right aux_layer_convention"
+        )
+    if config.aux_layer_convention is TapConvention.HIDDEN_STATES and config.aux_layer_ids[-1] == num_layers - 1:
+        raise CheckpointError(
+            f"{config.written_tap(config.aux_layer_ids[-1])} of a target of {num_layers} layers is the stream behind "
+            f"its last norm, which is not tapped; use ids up to {num_layers - 1}"
         )
 
 
@@ -231,14 +260,18 @@ def _check_aux_layers(config: DSparkConfig) -> None:
         raise ConfigError("the drafter taps no target layer; target_layer_ids must not be empty")
     if any(later <= earlier for earlier, later in pairwise(ids)):
         raise ConfigError(
-            f"aux layer ids {list(ids)} must ascend without duplicates: the projection's columns follow them"
+            f"aux layer ids {[t - config.aux_layer_convention.offset for t in ids]} must ascend without duplicates: "
+            "the projection's columns follow them"
         )
     if ids[0] < 0:
-        raise ConfigError(f"aux layer id {ids[0]} (output of layer t) names no decoder layer; check the id convention")
+        raise ConfigError(
+            f"{config.written_tap(ids[0])} means the output of layer {ids[0]}, which is no decoder layer; state the "
+            "right aux_layer_convention"
+        )
     if config.num_target_layers is not None and ids[-1] >= config.num_target_layers:
         raise ConfigError(
-            f"aux layer id {ids[-1]} (output of layer t) is not below num_target_layers="
-            f"{config.num_target_layers}; check the id convention"
+            f"{config.written_tap(ids[-1])} means the output of layer {ids[-1]}, but num_target_layers="
+            f"{config.num_target_layers}; state the right aux_layer_convention"
         )
 
 

@@ -19,6 +19,7 @@ from outrider.models.dspark.config import (
     DSparkConfig,
     MarkovKind,
     RopeConfig,
+    TapConvention,
     WindowOrigin,
     YarnConfig,
 )
@@ -76,6 +77,7 @@ def parse_config(config: Mapping[str, Any]) -> DSparkConfig:
             f"1 of each and at most {_MAX_LAYERS} layers"
         )
     markov_rank = keys.integer("markov_rank", 0)
+    convention = _tap_convention(keys, speculators)
     return DSparkConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -92,7 +94,8 @@ def parse_config(config: Mapping[str, Any]) -> DSparkConfig:
         mask_token_id=keys.integer("mask_token_id"),
         target_hidden_size=keys.integer("target_hidden_size", hidden_size),
         num_target_layers=_num_target_layers(keys, speculators),
-        aux_layer_ids=_aux_layer_ids(keys, speculators),
+        aux_layer_ids=_aux_layer_ids(keys, speculators, convention),
+        aux_layer_convention=convention,
         aux_hidden_stream=_aux_stream(keys),
         aux_norm=keys.boolean("fc_norm", False),
         markov=_markov(keys, markov_rank),
@@ -224,10 +227,19 @@ def _num_target_layers(keys: _Keys, speculators: bool) -> int | None:
     return keys.integer("num_target_layers")
 
 
-def _aux_layer_ids(keys: _Keys, speculators: bool) -> tuple[int, ...]:
-    if speculators:  # input of layer a is the output of layer a - 1
-        return tuple(a - 1 for a in keys.integers("aux_hidden_state_layer_ids"))
-    return keys.integers("target_layer_ids")
+def _tap_convention(keys: _Keys, speculators: bool) -> TapConvention:
+    """As stated (a key of ours, no family has one), or the family's own."""
+    default = TapConvention.INPUT if speculators else TapConvention.OUTPUT
+    name = keys.text("aux_layer_convention", default.value)
+    known = [convention.value for convention in TapConvention]
+    if name not in known:
+        raise ConfigError(f"aux_layer_convention={shown(name)}; known are {known}")
+    return TapConvention(name)
+
+
+def _aux_layer_ids(keys: _Keys, speculators: bool, convention: TapConvention) -> tuple[int, ...]:
+    name = "aux_hidden_state_layer_ids" if speculators else "target_layer_ids"
+    return tuple(layer_id + convention.offset for layer_id in keys.integers(name))
 
 
 def _aux_stream(keys: _Keys) -> AuxStream:

@@ -6,6 +6,7 @@ Dims: S sequences, G drafts kept, V vocabulary, U draft vocabulary.
 import torch
 
 from outrider.batch import DraftSampling
+from outrider.models.dspark.shaping import DraftShaper
 from outrider.ops.draws import Purpose, draw_keys
 from outrider.ops.invariant import island_dtype
 from outrider.ops.sampling import draw, softmax, tempered, truncate
@@ -40,6 +41,7 @@ class DraftDraws:
         self._anchor_positions_S = anchor_positions_S
         self._target_ids_U = target_ids_U
         self._vocab_size = vocab_size
+        self._shaper = None if sampling.shaping is None else DraftShaper(sampling.shaping, target_ids_U)
         self._probs: list[torch.Tensor] = []
 
     def __call__(self, logits_SU: torch.Tensor, index: int) -> torch.Tensor:
@@ -48,6 +50,15 @@ class DraftDraws:
         A row without a drawable token, such as one with a NaN, takes its first maximum: a draft is always
         in range.
         """
+        if self._shaper is None:
+            return self._choose(logits_SU, index)
+        drafts_S = self._choose(self._shaper.shape(logits_SU.to(island_dtype(logits_SU.dtype)), index), index)
+        self._shaper.count(drafts_S)
+        return drafts_S
+
+    def _choose(self, logits_SU: torch.Tensor, index: int) -> torch.Tensor:
+        if not self._sampling.draws:
+            return first_maximum(logits_SU)
         sampling, cuts = self._sampling, self._sampling.truncation
         scores_SU = tempered(logits_SU.to(island_dtype(logits_SU.dtype)), sampling.temperature_S)
         scores_SU = truncate(

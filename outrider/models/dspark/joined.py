@@ -13,7 +13,7 @@ from outrider.ops.block_attention import BlockHeads, BlockMask
 from outrider.ops.invariant import island_dtype
 from outrider.ops.rope import RotaryTable, YarnScaling, rotary_table
 
-__all__ = ["JoinedLayer", "drafter_rotary_table", "join_layer"]
+__all__ = ["JoinedLayer", "block_mask", "drafter_rotary_table", "join_layer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ def join_layer(layer: DraftLayer, config: DSparkConfig, mask: DraftLayerMask, ta
         ),
         eps=config.rms_norm_eps,
         table=table,
-        mask=_block_mask(mask),
+        mask=block_mask(mask),
         scale=config.head_dim**-0.5,
     )
     return JoinedLayer(
@@ -68,7 +68,8 @@ def _join_rows(*projections: torch.nn.Linear) -> torch.Tensor:
     return joined_OI
 
 
-def _block_mask(mask: DraftLayerMask) -> BlockMask:
+def block_mask(mask: DraftLayerMask) -> BlockMask:
+    """A layer's mask as its attention takes it."""
     return BlockMask(
         causal=mask.causal_block,
         window=mask.window,

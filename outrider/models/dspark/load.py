@@ -9,6 +9,7 @@ from outrider.models.dspark.checkpoint import TargetTables, load_model
 from outrider.models.dspark.config import DSparkConfig, check_target
 from outrider.models.dspark.kernels import choose_block_kernels
 from outrider.models.dspark.model import DSparkModel
+from outrider.models.dspark.numerics import block_checks
 from outrider.models.kernels import PLAIN_KERNELS, Kernels
 from outrider.models.numerics import (
     NumericsChoice,
@@ -61,6 +62,7 @@ def load_predictor(
     choice, dtype, device = numerics or NumericsChoice(), tables.embedding_VD.dtype, tables.embedding_VD.device
     shapes = _weight_shapes(model)
     checks = [*linear_checks(LINEAR, shapes, dtype, device), *_row_checks(model.config, dtype, device)]
+    checks += block_checks(model.config, dtype, device)
     report = resolve_numerics(checks, choice, dtype=dtype, device=device)
     kernels = PLAIN_KERNELS if choice.mode == "fast" else _kernels(model.config, shapes, dtype, device, report)
     return BlockPredictor(
@@ -77,7 +79,7 @@ def load_predictor(
 
 
 def _row_checks(config: DSparkConfig, dtype: torch.dtype, device: torch.device) -> list[OpCheck]:
-    """Norms and activation; attention is checked by its tests."""
+    """Norms and activation."""
     native, eps = library_for(dtype, device), config.rms_norm_eps
     norms = [norm_check(width, eps, dtype, device, native) for width in sorted(_norm_widths(config))]
     return [*norms, activation_check(SILU, config.intermediate_size, dtype, device, native)]

@@ -10,6 +10,7 @@ from outrider.models.dspark.config import (
     AuxStream,
     BlockLayout,
     MarkovKind,
+    TapConvention,
     WindowOrigin,
     check_target,
 )
@@ -170,7 +171,8 @@ def test_families_normalise_to_one_record(family):
     if family == "speculators":
         assert other.num_target_layers is None
         mask = replace(other.layer_masks[0], window_origin=WindowOrigin.QUERY)
-        other = replace(other, num_target_layers=6, layer_masks=(mask, mask))
+        assert other.aux_layer_convention is TapConvention.INPUT
+        other = replace(other, num_target_layers=6, layer_masks=(mask, mask), aux_layer_convention=TapConvention.OUTPUT)
     assert other == reference
 
 
@@ -211,6 +213,12 @@ def test_layout_rules(config, changes, layout):
         ({"rope_parameters": None}, "rope_theta"),
         ({"draft_vocab_size": 151937}, "draft_vocab_size"),
         ({"aux_hidden_stream": "middle"}, "aux_hidden_stream"),
+        ({"target_layer_ids": [33, 1]}, r"\[33, 1\] must ascend"),
+        ({"aux_layer_convention": "inputs"}, "aux_layer_convention='inputs'; known are"),
+        (
+            {"aux_layer_convention": "input", "target_layer_ids": [0, 9]},
+            r"aux layer id 0 \(input convention\) means the output of layer -1",
+        ),
     ],
 )
 def test_contradictions_are_named(changes, words):
@@ -287,8 +295,35 @@ def test_wrong_target_is_refused(changes, words):
 def test_last_layer_is_a_legal_tap_and_the_next_is_not():
     glm = parse_config({**GLM_5_2, "aux_hidden_state_layer_ids": [8, 78]})
     check_target(glm, vocab_size=154880, hidden_size=6144, num_layers=78)
-    with pytest.raises(CheckpointError, match="aux layer id 77"):
+    with pytest.raises(CheckpointError, match=r"aux layer id 78 \(input convention\) means the output of layer 77"):
         check_target(glm, vocab_size=154880, hidden_size=6144, num_layers=77)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("convention", TapConvention)
+def test_the_convention_of_the_taps_is_a_key_with_a_default_per_family(family, convention):
+    """The same numbers in the file are other layers, and what is stated wins over the family."""
+    options = ToyDrafterOptions(family=family, aux_layer_ids=(1, 2, 4))
+    config = toy_drafter_config(options)
+    name = "aux_hidden_state_layer_ids" if family == "speculators" else "target_layer_ids"
+    place = config["dflash_config"] if family == "specforge" else config
+    place[name] = [2, 3, 5]
+    default = parse_config(config)
+    assert default.aux_layer_convention is (TapConvention.INPUT if family == "speculators" else TapConvention.OUTPUT)
+    place["aux_layer_convention"] = convention.value
+    stated = parse_config(config)
+    assert stated.aux_layer_ids == ((2, 3, 5) if convention is TapConvention.OUTPUT else (1, 2, 4))
+    assert [stated.written_tap(t) for t in stated.aux_layer_ids] == [
+        f"aux layer id {written} ({convention.value} convention)" for written in (2, 3, 5)
+    ]
+
+
+def test_the_last_hidden_state_is_behind_the_last_norm():
+    ids = {"target_layer_ids": [2, 36], "aux_layer_convention": "hidden_states"}
+    facts = {"vocab_size": 151936, "hidden_size": 2560, "num_layers": 36}
+    with pytest.raises(CheckpointError, match=r"aux layer id 36 \(hidden_states convention\).*behind its last norm"):
+        check_target(parse_config({**QWEN3_4B, **ids}), **facts)
+    check_target(parse_config({**QWEN3_4B, **ids, "aux_layer_convention": "input"}), **facts)
 
 
 def test_read_config_names_the_file(tmp_path):

@@ -31,6 +31,7 @@ def sampling_of(
         greedy_S=none if greedy is None else greedy,
         coins_S=coins,
         hands_over=bool(coins.any()),
+        draws=greedy is None or not bool(greedy.all()),
         truncation=Truncation(
             top_k_S=None,
             largest_k=0,
@@ -110,6 +111,7 @@ def test_greedy_rows_stay_greedy_and_rows_do_not_see_each_other() -> None:
                 greedy_S=greedy[part],
                 coins_S=coins[part],
                 hands_over=True,
+                draws=True,
                 truncation=whole.truncation.rows(torch.tensor([row])),
             ),
             anchor_positions_S=torch.tensor([row + 10]),
