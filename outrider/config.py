@@ -18,8 +18,8 @@ __all__ = [
     "user_cache_directory",
 ]
 
-# Variables by which the CPU libraries under torch choose their kernels.
-KERNEL_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
+# Variables by which the CPU libraries under torch choose their kernels, and how their threads wait.
+KERNEL_VARIABLES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "OUTRIDER_")
 MAX_VALUE = 2**31 - 1  # products of two budgets still fit the 64 bits of a tensor size
 
 

@@ -10,9 +10,23 @@ from collections.abc import Sequence
 
 import tyro
 
-from outrider.cli.arguments import Bench, BenchAb, BenchNumerics, Command, Demo, Generate, Inspect, Logits, Verify
+from outrider.cli.arguments import (
+    Bench,
+    BenchAb,
+    BenchNumerics,
+    BenchStartup,
+    BenchStep,
+    Command,
+    Demo,
+    Generate,
+    Inspect,
+    Logits,
+    Verify,
+)
 from outrider.cli.bench import run_bench_ab
 from outrider.cli.bench_numerics import run_bench_numerics
+from outrider.cli.bench_startup import run_bench_startup
+from outrider.cli.bench_step import run_bench_step
 from outrider.cli.demo import run_demo
 from outrider.cli.generate import run_generate
 from outrider.cli.inspect import run_inspect
@@ -70,10 +84,8 @@ def _run(command: object) -> int:
             return run_generate(command)
         case Demo():
             return run_demo(command)
-        case Bench(kind=BenchAb() as kind):
-            return run_bench_ab(kind)
-        case Bench(kind=BenchNumerics() as kind):
-            return run_bench_numerics(kind)
+        case Bench():
+            return _run_bench(command)
         case Inspect():
             return run_inspect(command)
         case Logits():
@@ -82,3 +94,15 @@ def _run(command: object) -> int:
             return run_verify(command)
         case _:
             raise AssertionError(f"command {type(command).__name__} has no function")
+
+
+def _run_bench(command: Bench) -> int:
+    match command.kind:
+        case BenchAb() as kind:
+            return run_bench_ab(kind)
+        case BenchNumerics() as kind:
+            return run_bench_numerics(kind)
+        case BenchStep() as kind:
+            return run_bench_step(kind)
+        case BenchStartup() as kind:
+            return run_bench_startup(kind)

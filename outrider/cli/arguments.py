@@ -9,16 +9,30 @@ from typing import Annotated, Literal
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-__all__ = ["Bench", "BenchAb", "BenchNumerics", "Command", "Demo", "Generate", "Inspect", "Logits", "Verify"]
+__all__ = [
+    "Bench",
+    "BenchAb",
+    "BenchNumerics",
+    "BenchStartup",
+    "BenchStep",
+    "Command",
+    "Demo",
+    "Generate",
+    "Inspect",
+    "Logits",
+    "Verify",
+]
 
 
-def _comma_separated(kind: type[int] | type[str], metavar: str) -> PrimitiveConstructorSpec[tuple[int | str, ...]]:
+def _comma_separated(
+    kind: type[int] | type[float] | type[str], metavar: str
+) -> PrimitiveConstructorSpec[tuple[int | float | str, ...]]:
     """One argument such as 1,2,3 that becomes a tuple."""
 
-    def parse(arguments: list[str]) -> tuple[int | str, ...]:
+    def parse(arguments: list[str]) -> tuple[int | float | str, ...]:
         return tuple(kind(part.strip()) for part in arguments[0].split(",") if part.strip())
 
-    def show(value: tuple[int | str, ...]) -> list[str]:
+    def show(value: tuple[int | float | str, ...]) -> list[str]:
         return [",".join(str(part) for part in value)]
 
     return PrimitiveConstructorSpec(
@@ -50,6 +64,7 @@ def _biases() -> PrimitiveConstructorSpec[tuple[tuple[int, float], ...]]:
 
 
 Ints = Annotated[tuple[int, ...], _comma_separated(int, "1,2,3")]
+Rates = Annotated[tuple[float, ...], _comma_separated(float, "0.9,0.8")]
 Biases = Annotated[tuple[tuple[int, float], ...], _biases()]
 Names = Annotated[tuple[str, ...], _comma_separated(str, "a,b")]
 Dtype = Literal["auto", "float64", "float32", "bfloat16"]
@@ -209,10 +224,86 @@ class BenchNumerics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BenchStep:
+    """Measure one step over rows, slots and contexts against the least time that this machine allows.
+
+    MODEL or --random says what is measured.
+    """
+
+    model: Model = ""
+    """Target checkpoint directory, or its name under models/."""
+    random: str = ""
+    """Instead of MODEL: a random pair of the shape k3-60m, k3-200m, k3-truncated or of a .json file."""
+    drafter: str = ""
+    """Drafter checkpoint, for --synthetic-acceptance; a random pair has its own."""
+    rows: Ints = (1, 2, 4, 7, 8, 14, 16, 28, 32, 56, 64)
+    """Query rows of the whole step, spread evenly over the slots; fewer rows than slots are skipped."""
+    slots: Ints = (1, 4, 8, 16)
+    """Sequences of the step."""
+    context: Ints = (128, 1024, 4096)
+    """Committed tokens of each sequence."""
+    repeats: int = 30
+    """Turns; in each, every step runs once, and with --synthetic-acceptance one speculative round."""
+    synthetic_acceptance: Rates = ()
+    """Also run whole rounds in which draft i stands with the i-th rate, given that all before it do."""
+    threads: int = 1
+    """CPU threads; 0 = PyTorch's default."""
+    dtype: Dtype = "auto"
+    """Number format of the model; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    experts: Experts = "unpacked"
+    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    numerics: Numerics = "exact"
+    """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    probe: Probe = "auto"
+    """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
+    json: str = ""
+    """File for the results."""
+    plot: str = ""
+    """SVG file for a plot of the steps and their floors."""
+    record: bool = False
+    """Also append the results to benchmarks/ledger.jsonl in the working directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchStartup:
+    """Measure the time from nothing to the first token, and resident memory, over starts in new processes."""
+
+    model: Model
+    """Target checkpoint directory, or its name under models/."""
+    drafter: str = ""
+    """Drafter checkpoint directory, or its name under models/; none = plain decoding."""
+    repeats: int = 3
+    """Starts after a first one, which fills the caches of the system and is not counted."""
+    threads: int = 1
+    """CPU threads; 0 = PyTorch's default."""
+    dtype: Dtype = "auto"
+    """Number format of the models; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    experts: Experts = "unpacked"
+    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    numerics: Numerics = "exact"
+    """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    probe: Probe = "auto"
+    """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
+    json: str = ""
+    """File for the results."""
+    record: bool = False
+    """Also append the results to benchmarks/ledger.jsonl in the working directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """Measurements."""
 
-    kind: Annotated[BenchAb, tyro.conf.subcommand("ab")] | Annotated[BenchNumerics, tyro.conf.subcommand("numerics")]
+    kind: (
+        Annotated[BenchAb, tyro.conf.subcommand("ab")]
+        | Annotated[BenchNumerics, tyro.conf.subcommand("numerics")]
+        | Annotated[BenchStep, tyro.conf.subcommand("step")]
+        | Annotated[BenchStartup, tyro.conf.subcommand("startup")]
+    )
     """What to measure."""
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from outrider.ops.activation import GluFunction, glu_fused
 from outrider.ops.attention import AbsorbedFunction, mla_absorbed, mla_absorbed_plain
+from outrider.ops.kda_step import PLAIN_KDA, KdaForm
 from outrider.ops.linear import LinearFunction, linear, linear_padded, linear_plain
 from outrider.ops.moe import ExpertsFunction, PrepareRouted, routed_experts, routed_experts_plain
 from outrider.ops.norm import NormFunction, rms_norm
@@ -21,6 +22,7 @@ class Kernels:
     experts: ExpertsFunction = routed_experts
     routed: PrepareRouted | None = None  # router and experts in one call; None runs one after the other
     absorbed: AbsorbedFunction = mla_absorbed  # attention of decode and verify rows
+    kda: KdaForm = PLAIN_KDA  # rows of the recurrent layers, and their commit
     norm: NormFunction = rms_norm
     mix_norm: MixNormFunction = residual_mix_norm  # what lies between two sublayers
     glu: GluFunction = glu_fused

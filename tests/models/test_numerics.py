@@ -202,8 +202,9 @@ def test_a_loaded_model_reports_its_probe(tmp_path, dtype) -> None:
     model = load_target(directory, dtype=dtype)
     assert model.numerics.promises_identity, model.numerics.summary()
     names = " ".join(model.numerics.geometries)
-    for part in ("linear 97x64", "router 8x64", "experts of 32 to 32", "norm of 64", "residual mix", "KDA step",
-                 "KDA chunk", "convolution", "gated norm", "decode attention", "prompt attention", "situ"):  # fmt: skip
+    for part in ("linear 97x64", "router 8x64", "experts of 32 to 32", "norm of 64", "residual mix",
+                 "KDA step", "KDA prompt", "convolution", "gated norm", "decode attention", "prompt attention",
+                 "situ"):  # fmt: skip
         assert part in names
     assert load_target(directory, dtype=dtype).numerics.source == "cached"
     fast = load_target(directory, dtype=dtype, numerics=NumericsChoice(mode="fast"))

@@ -104,8 +104,7 @@ class KimiK3Model(nn.Module):
         # The embedding is indexed, not multiplied with; what is no matrix or no bfloat16 is left alone.
         pack_weights(self.linear, (weight for weight in self.parameters() if weight is not self.embedding))
         for layer in self._layers:
-            if isinstance(layer.attention, MlaAttention):
-                layer.attention.prepare()
+            layer.attention.prepare()
             if isinstance(layer.ffn, MoeFfn):
                 layer.ffn.prepare()
 
@@ -193,5 +192,6 @@ def cache_layouts(config: KimiK3Config, build: Build) -> tuple[PagedLayout, Recu
         state_dtype=build.island,
         conv_shape=(kda.conv_kernel_size - 1, 3 * kda.inner_size),
         conv_dtype=build.dtype,
+        fold=build.kernels.kda.commit,
     )
     return (latents, recurrent)

@@ -8,8 +8,8 @@ import torch
 
 from outrider.models.kernels import PLAIN_KERNELS, Kernels
 from outrider.models.kimi_k3.config import KimiK3Config, MoeConfig
-from outrider.models.kimi_k3.kda import KDA_CHUNK
 from outrider.models.kimi_k3.model import KimiK3Model
+from outrider.models.kimi_k3.numerics_kda import chosen_kda, kda_checks
 from outrider.models.layers import Build, IslandParameter
 from outrider.models.numerics import (
     NumericsChoice,
@@ -31,8 +31,6 @@ from outrider.ops.probe_mixers import (
     absorbed_check,
     absorbed_name,
     expanded_check,
-    kda_check,
-    kda_chunk_check,
     query_tile_named,
 )
 from outrider.ops.probe_ops import (
@@ -40,11 +38,9 @@ from outrider.ops.probe_ops import (
     RoutedSizes,
     activation_check,
     activation_name,
-    conv_check,
     experts_check,
     experts_name,
     experts_product,
-    gated_norm_check,
     mix_check,
     mix_name,
     norm_check,
@@ -89,7 +85,7 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
         num_candidates = config.num_snapshots + 1  # what the last layer sees
         checks.append(mix_check(num_candidates, config.hidden_size, config.rms_norm_eps, dtype, device, native))
     if config.kda_layers:
-        checks += _kda_checks(config, dtype, device)
+        checks += kda_checks(config, dtype, device)
     if config.mla_layers:
         sizes = _mla_sizes(config)
         checks += [absorbed_check(sizes, dtype, device), expanded_check(sizes, dtype, device)]
@@ -109,17 +105,6 @@ def _moe_checks(config: KimiK3Config, moe: MoeConfig, dtype: torch.dtype, device
     ]
 
 
-def _kda_checks(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -> list[OpCheck]:
-    kda = config.kda
-    heads, width, bound = kda.num_heads, kda.head_dim, kda.gate_lower_bound
-    return [
-        conv_check(3 * kda.inner_size, kda.conv_kernel_size, dtype, device),
-        kda_check(heads, width, bound, dtype, device),
-        kda_chunk_check(heads, width, bound, KDA_CHUNK, dtype, device),
-        gated_norm_check(heads, width, config.rms_norm_eps, dtype, device),
-    ]
-
-
 def _kernels(
     config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: torch.device, geometries: Mapping[str, str]
 ) -> Kernels:
@@ -131,6 +116,8 @@ def _kernels(
         row_tile = query_tile_named(geometries[absorbed_name(_mla_sizes(config))])
         if row_tile != ROW_TILE:
             chosen = replace(chosen, absorbed=partial(mla_absorbed, row_tile=row_tile))
+    if config.kda_layers:
+        chosen = replace(chosen, kda=chosen_kda(config, dtype, device, geometries))
     return with_native_rows(
         chosen,
         norms=[norm_name(width) for width in _norm_widths(config)],

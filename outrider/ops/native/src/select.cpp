@@ -29,7 +29,12 @@ Largest largest_of(const bf16* row, std::int64_t width) {
 }
 
 std::int64_t first_with(const bf16* row, std::int64_t width, Largest largest) {
-  for (std::int64_t column = 0; column < width; ++column) {
+  std::int64_t column = 0;
+  if (!largest.has_nan) {
+    Vec wanted = splat(largest.value);
+    while (column + Vec::W <= width && !any_equal(load(row + column), wanted)) column += Vec::W;
+  }
+  for (; column < width; ++column) {
     float value = to_float(row[column]);
     if (largest.has_nan ? value != value : value == largest.value) return column;
   }

@@ -69,6 +69,7 @@ inline bool all_less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT
 inline Vec where_nan(Vec a, Vec yes, Vec no) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q), no.v, yes.v)};
 }
+inline bool any_equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ) != 0; }
 // a with the sign bit of b added (exclusive or)
 inline Vec xor_sign(Vec a, Vec b) {
   __m512i sign = _mm512_and_si512(_mm512_castps_si512(b.v), _mm512_set1_epi32(INT32_MIN));
@@ -160,6 +161,7 @@ inline bool all_less(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a.v
 inline Vec where_nan(Vec a, Vec yes, Vec no) {
   return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, a.v, _CMP_UNORD_Q))};
 }
+inline bool any_equal(Vec a, Vec b) { return _mm256_movemask_ps(_mm256_cmp_ps(a.v, b.v, _CMP_EQ_OQ)) != 0; }
 // a with the sign bit of b added (exclusive or)
 inline Vec xor_sign(Vec a, Vec b) { return {_mm256_xor_ps(a.v, _mm256_and_ps(b.v, _mm256_set1_ps(-0.0f)))}; }
 // a 2^n for whole n in -252..252, in two steps so that neither factor leaves the range
