@@ -149,7 +149,7 @@ def _watch_module(stack: ExitStack, module: torch.nn.Module, watch: Stopwatch) -
     for name, value in list(vars(module).items()):
         if isinstance(value, Kernels):
             kernels = {field.name: getattr(value, field.name) for field in fields(value)}
-            wrapped = {each: watch.around(form, each) for each, form in kernels.items() if _is_op(form)}
+            wrapped: dict[str, Any] = {each: watch.around(form, each) for each, form in kernels.items() if _is_op(form)}
             stack.enter_context(_replaced(module, name, replace(value, **wrapped)))
         elif _is_op(value):
             stack.enter_context(_replaced(module, name, watch.around(value, name)))

@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 SITU = Activation(name="situ", beta=4.0, linear_beta=25.0)
 SIZES = probe_mixers.MlaSizes(num_heads=3, nope_dim=16, rope_dim=8, value_dim=12, latent_dim=32)
 KDA = probe_kda.KdaSizes(num_heads=3, width=20, num_taps=4, bound=-5.0, eps=1e-5)
+ROUTED = probe_ops.RoutedSizes(num_experts=5, model_width=20, width=40, inner=24)
 OPEN_KDA = probe_kda.KdaSizes(num_heads=2, width=16, num_taps=3, bound=None, eps=1e-5)
 
 
@@ -104,9 +105,8 @@ def test_a_native_form_that_depends_on_the_number_of_rows_is_found(name, monkeyp
         "norm": (NativeNorm, "rms_norm", probe_ops.norm_check(40, 1e-6, dtype, CPU, native)),
         "mix": (NativeNorm, "mix_norm", probe_ops.mix_check(5, 40, 1e-6, dtype, CPU, native)),
         "activation": (NativeGlu, "__call__", probe_ops.activation_check(SITU, 24, dtype, CPU, native)),
-        "routed": (RoutedExperts, "__call__", probe_ops.routed_check(
-            probe_ops.RoutedSizes(num_experts=5, model_width=20, width=40, inner=24), SITU, native)),
-    }[name]  # fmt: skip
+        "routed": (RoutedExperts, "__call__", probe_ops.routed_check(ROUTED, SITU, native)),
+    }[name]
     real = getattr(form, attribute)
 
     def changed(*args):
