@@ -17,6 +17,7 @@ from outrider.engine.load import resolve_dtype as resolve_compute_dtype
 from outrider.errors import ConfigError
 from outrider.models.fields import read_config_json
 from outrider.models.kimi_k3.config import parse_config
+from outrider.ops.native.library import library_for
 
 __all__ = ["run_bench_startup"]
 
@@ -47,13 +48,11 @@ def run_bench_startup(command: BenchStartup) -> int:
         ticker(f"start {number + 1} of {1 + command.repeats}")
         starts.append(start_once(options, vocab_size))
     starts = starts[1:]
-    needed = needed_bytes(
-        model,
-        drafter,
-        starts[-1],
-        dtype=resolve_compute_dtype(model, resolve_dtype(command.dtype)),
-        unpacked=command.experts == "unpacked",
-    )
+    dtype = resolve_compute_dtype(model, resolve_dtype(command.dtype))
+    # As the loader settles "auto"; an unquantised checkpoint has the same bytes either way.
+    native = command.numerics == "exact" and library_for(dtype, resolve_device(command.device)) is not None
+    unpacked = command.experts == "unpacked" or (command.experts == "auto" and not native)
+    needed = needed_bytes(model, drafter, starts[-1], dtype=dtype, unpacked=unpacked)
     Console(width=120).print(startup_table(starts, needed))
     results = startup_to_json(starts, needed)
     settings = dataclasses.asdict(command)

@@ -57,10 +57,10 @@ def test_an_expert_and_a_row_cost_what_they_hold(toy_pair: tuple[Path, Path]) ->
     assert less.caches["KDA state"] == 2 * 2 * (4 * inner * options.kda_head_dim + 2 * 3 * 3 * inner)
 
 
-def test_operations_are_those_of_the_matrices(toy_pair: tuple[Path, Path], toy_target: KimiK3Model) -> None:
+def test_operations_are_those_of_the_matrices(toy_pair: tuple[Path, Path], wide_target: KimiK3Model) -> None:
     cost, options = model_cost(toy_pair[0]), ToyOptions()
     matrices = 0
-    for name, parameter in toy_target.named_parameters():
+    for name, parameter in wide_target.named_parameters():
         if name == "embedding":
             continue
         share = options.experts_per_token / options.num_experts if ".experts." in name else 1

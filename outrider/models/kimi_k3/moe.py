@@ -97,12 +97,12 @@ class MoeFfn(nn.Module):
         make = UnpackedWeights if experts == "unpacked" else PackedWeights
         # None once a kernel holds them in its own layout.
         self.experts: UnpackedWeights | PackedWeights | None = make(config.num_experts, width, inner, build)
-        self._routed: RoutedFunction | None = None
+        self.routed: RoutedFunction | None = None
 
     def prepare(self) -> None:
         """Hand the weights of the routed path to the kernel that wants them in its own layout, and drop ours."""
         if self.kernels.routed is not None and self.experts is not None:
-            self._routed = self.kernels.routed(self._router(), self.experts.stacked(), self.activation)
+            self.routed = self.kernels.routed(self._router(), self.experts.stacked(), self.activation)
             self.experts = None
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -122,8 +122,8 @@ class MoeFfn(nn.Module):
 
     def _run_routed(self, x_TD: torch.Tensor, x_TL: torch.Tensor) -> torch.Tensor:
         """Router, experts and combine, ``[T, L]``."""
-        if self._routed is not None:
-            return self._routed(x_TD, x_TL)
+        if self.routed is not None:
+            return self.routed(x_TD, x_TL)
         assert self.experts is not None, "the weights of the experts were handed over without a kernel"
         return routed_path(
             x_TD,

@@ -33,14 +33,14 @@ def native():
 def test_the_kernel_holds_the_weights_and_gives_the_values_of_the_torch_form(tmp_path, native, monkeypatch, quantized):
     directory = write_toy_checkpoint(tmp_path / "toy", toy(quantized))
     ffn = ffn_of(directory)
-    assert isinstance(ffn._routed, RoutedExperts)
+    assert isinstance(ffn.routed, RoutedExperts)
     assert ffn.experts is None and not any("experts" in name for name in ffn.state_dict())
     with monkeypatch.context() as patch:
         patch.setenv("OUTRIDER_NATIVE", "0")
         library.cache_clear()
         in_torch = ffn_of(directory)
     library.cache_clear()
-    assert in_torch._routed is None
+    assert in_torch.routed is None
     x_TD = torch.randn(9, ffn.gate.weight.shape[1], generator=torch.Generator().manual_seed(3)).bfloat16()
     got, expected = ffn(x_TD).float(), in_torch(x_TD).float()
     assert (got - expected).abs().max() <= 2.0**-6 * expected.abs().max()
@@ -48,7 +48,7 @@ def test_the_kernel_holds_the_weights_and_gives_the_values_of_the_torch_form(tmp
 
 def test_packed_bytes_are_kept_where_products_are_formed_from_them(tmp_path, native):
     directory = write_toy_checkpoint(tmp_path / "toy", toy(quantized=True))
-    auto, packed, unpacked = (ffn_of(directory, experts=form)._routed for form in ("auto", "packed", "unpacked"))
+    auto, packed, unpacked = (ffn_of(directory, experts=form).routed for form in ("auto", "packed", "unpacked"))
     assert auto.num_bytes == packed.num_bytes < unpacked.num_bytes
     x_TD = torch.randn(5, 64, generator=torch.Generator().manual_seed(4)).bfloat16()
     x_TL = x_TD[:, :32]
@@ -65,10 +65,10 @@ def test_other_dtypes_take_the_torch_forms(tmp_path):
     directory = write_toy_checkpoint(tmp_path / "toy", toy(quantized=True))
     for dtype in (torch.float32, torch.float64):
         ffn = ffn_of(directory, dtype)
-        assert ffn._routed is None and "experts.gate_up" in ffn.state_dict()
+        assert ffn.routed is None and "experts.gate_up" in ffn.state_dict()
 
 
 def test_an_unquantised_checkpoint_is_kept_as_it_is(tmp_path, native):
     directory = write_toy_checkpoint(tmp_path / "toy", toy(quantized=False))
-    routed = ffn_of(directory)._routed
+    routed = ffn_of(directory).routed
     assert routed.num_bytes > 8 * (3 * 32 * 32) * 2
