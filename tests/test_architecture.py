@@ -20,6 +20,8 @@ FLAGS = {
     "Demo": "model drafter max_tokens threads numerics probe",
     "Bench": "kind",
     "BenchNumerics": "model rows context repeats threads dtype device experts json",
+    "BenchAcceptance": "model drafter prompts tiers temperatures rules seed num_prompts max_tokens concurrency threads "
+    "speculation dtype device experts numerics probe json",
     "BenchAb": "model drafter prompts tiers concurrency num_prompts max_tokens arms repeats threads speculation "
     "dtype device experts numerics probe json record",
     "Inspect": "path json",

@@ -10,8 +10,20 @@ from collections.abc import Sequence
 
 import tyro
 
-from outrider.cli.arguments import Bench, BenchAb, BenchNumerics, Command, Demo, Generate, Inspect, Logits, Verify
+from outrider.cli.arguments import (
+    Bench,
+    BenchAb,
+    BenchAcceptance,
+    BenchNumerics,
+    Command,
+    Demo,
+    Generate,
+    Inspect,
+    Logits,
+    Verify,
+)
 from outrider.cli.bench import run_bench_ab
+from outrider.cli.bench_acceptance import run_bench_acceptance
 from outrider.cli.bench_numerics import run_bench_numerics
 from outrider.cli.demo import run_demo
 from outrider.cli.generate import run_generate
@@ -74,6 +86,8 @@ def _run(command: object) -> int:
             return run_bench_ab(kind)
         case Bench(kind=BenchNumerics() as kind):
             return run_bench_numerics(kind)
+        case Bench(kind=BenchAcceptance() as kind):
+            return run_bench_acceptance(kind)
         case Inspect():
             return run_inspect(command)
         case Logits():

@@ -9,16 +9,29 @@ from typing import Annotated, Literal
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-__all__ = ["Bench", "BenchAb", "BenchNumerics", "Command", "Demo", "Generate", "Inspect", "Logits", "Verify"]
+__all__ = [
+    "Bench",
+    "BenchAb",
+    "BenchAcceptance",
+    "BenchNumerics",
+    "Command",
+    "Demo",
+    "Generate",
+    "Inspect",
+    "Logits",
+    "Verify",
+]
 
 
-def _comma_separated(kind: type[int] | type[str], metavar: str) -> PrimitiveConstructorSpec[tuple[int | str, ...]]:
+def _comma_separated(
+    kind: type[int] | type[float] | type[str], metavar: str
+) -> PrimitiveConstructorSpec[tuple[float | str, ...]]:
     """One argument such as 1,2,3 that becomes a tuple."""
 
-    def parse(arguments: list[str]) -> tuple[int | str, ...]:
+    def parse(arguments: list[str]) -> tuple[float | str, ...]:
         return tuple(kind(part.strip()) for part in arguments[0].split(",") if part.strip())
 
-    def show(value: tuple[int | str, ...]) -> list[str]:
+    def show(value: tuple[float | str, ...]) -> list[str]:
         return [",".join(str(part) for part in value)]
 
     return PrimitiveConstructorSpec(
@@ -50,6 +63,7 @@ def _biases() -> PrimitiveConstructorSpec[tuple[tuple[int, float], ...]]:
 
 
 Ints = Annotated[tuple[int, ...], _comma_separated(int, "1,2,3")]
+Reals = Annotated[tuple[float, ...], _comma_separated(float, "0.7,1.0")]
 Biases = Annotated[tuple[tuple[int, float], ...], _biases()]
 Names = Annotated[tuple[str, ...], _comma_separated(str, "a,b")]
 Dtype = Literal["auto", "float64", "float32", "bfloat16"]
@@ -185,6 +199,48 @@ class BenchAb:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BenchAcceptance:
+    """Sample answers under each rule of acceptance and count the drafts that stand."""
+
+    model: Model
+    """Target checkpoint directory, or its name under models/."""
+    drafter: str
+    """Drafter checkpoint directory, or its name under models/."""
+    prompts: str
+    """JSONL file with question_id, category, sub_category and turns."""
+    tiers: Names = ("low_entropy", "mixed", "high_entropy")
+    """Categories to measure, each with cells of its own."""
+    temperatures: Reals = (0.7, 1.0)
+    """Temperatures above 0, each with cells of its own."""
+    rules: Names = ("match", "rejection", "block")
+    """Rules of acceptance, each a cell of its own."""
+    seed: int = 0
+    """Of the first prompt; each further prompt draws with the next one."""
+    num_prompts: int = 8
+    """Prompts per tier, taking turns over sub_category; the same for all temperatures and rules."""
+    max_tokens: int = 128
+    """Tokens per answer at most."""
+    concurrency: int = 4
+    """Answers in flight; with exact numerics they do not depend on it."""
+    threads: int = 1
+    """CPU threads; 0 = PyTorch's default."""
+    speculation: str = "auto"
+    """Drafts per round: auto or a number."""
+    dtype: Dtype = "auto"
+    """Number format of the models; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    experts: Experts = "unpacked"
+    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    numerics: Numerics = "exact"
+    """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    probe: Probe = "auto"
+    """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
+    json: str = ""
+    """File for the results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchNumerics:
     """Measure what exact numerics costs: the time of a decode step with exact and with fast numerics, in turns."""
 
@@ -212,7 +268,11 @@ class BenchNumerics:
 class Bench:
     """Measurements."""
 
-    kind: Annotated[BenchAb, tyro.conf.subcommand("ab")] | Annotated[BenchNumerics, tyro.conf.subcommand("numerics")]
+    kind: (
+        Annotated[BenchAb, tyro.conf.subcommand("ab")]
+        | Annotated[BenchNumerics, tyro.conf.subcommand("numerics")]
+        | Annotated[BenchAcceptance, tyro.conf.subcommand("acceptance")]
+    )
     """What to measure."""
 
 
