@@ -166,7 +166,8 @@ def _idle_lines(report: Report) -> list[str]:
     idle = [(result, "drafted") for result in report.results if result.cell.num_drafts and not result.num_drafted]
     calm = [(r, "preempted") for r in report.results if r.cell.preemption != "none" and not r.num_preempted]
     return [
-        f"note: nothing was {verb} in: {result.cell.label}; give more or longer prompts" for result, verb in idle + calm
+        f"note: nothing was {verb} in: {result.cell.label}; give more prompts or raise --max-tokens"
+        for result, verb in idle + calm
     ]
 
 

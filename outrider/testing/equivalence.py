@@ -155,7 +155,11 @@ def run_cell(
     pair: Pair, prompts: Sequence[VerifyPrompt], cell: Cell, progress: Callable[[int], None] | None = None
 ) -> CellResult:
     """Run all prompts in one new engine; ``progress`` gets the number of prompts that just ended."""
-    limits = cell.limits(chunk_multiple=pair.target.chunk_multiple, max_model_len=pair.max_model_len)
+    limits = cell.limits(
+        chunk_multiple=pair.target.chunk_multiple,
+        max_model_len=pair.max_model_len,
+        prompt_lengths=[len(prompt.token_ids) for prompt in prompts],
+    )
     config = _config(pair, limits, num_drafts=cell.num_drafts, concurrency=cell.concurrency)
     num_cache_rows = config.cache.num_pages * config.cache.page_size
     drafter = DSparkDrafter(pair.predictor, num_cache_rows=num_cache_rows) if cell.num_drafts else None

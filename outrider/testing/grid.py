@@ -92,14 +92,26 @@ class Cell:
         seats = {"none": [], "oversubscribed": ["oversubscribed"], "forced": ["forced preemption"]}[self.preemption]
         return ", ".join(seats + (["half without drafts"] if self.speculating == "half" else []))
 
-    def limits(self, *, chunk_multiple: int, max_model_len: int) -> EngineLimits:
-        """The budgets of the engine; when oversubscribed, all sequences share the pages of the longest one."""
+    def limits(self, *, chunk_multiple: int, max_model_len: int, prompt_lengths: Sequence[int]) -> EngineLimits:
+        """The budgets of the engine; when oversubscribed, half of its seats can be taken, and not grow for long.
+
+        Args:
+            chunk_multiple: the target's.
+            max_model_len: prompt and output tokens of one sequence.
+            prompt_lengths: tokens of each prompt.
+        """
         limits = self.split.limits(
             chunk_multiple=chunk_multiple, max_model_len=max_model_len, num_drafts=self.num_drafts
         )
         if self.preemption != "oversubscribed":
             return limits
-        return replace(limits, num_pages=num_pages_for(max_model_len, limits.page_size), oversubscribe=True)
+        # Prompts of half the company, and a page more each, which the scheduler wants free when it admits them.
+        entry_pages = [num_pages_for(length, limits.page_size) + 1 for length in prompt_lengths]
+        num_seated = max(min(self.concurrency, len(entry_pages)) // 2, 1)
+        num_pages = max(
+            num_seated * sum(entry_pages) // len(entry_pages), num_pages_for(max_model_len, limits.page_size)
+        )
+        return replace(limits, num_pages=num_pages, oversubscribe=True)
 
     def speculates(self, prompt_index: int) -> bool:
         """Whether the prompt at this index asks for drafts."""

@@ -13,7 +13,7 @@ from outrider.testing.toy import ToyOptions, write_byte_tokenizer, write_toy_che
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
 NUM_PROMPTS, MAX_TOKENS, BLOCK = 5, 6, 2
-LONGER = 12  # more than a page, so that a sequence outgrows what it entered with
+LONGER = 20  # more than two pages, so that sequences outgrow what they entered with
 
 
 @pytest.fixture(scope="module")

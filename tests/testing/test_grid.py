@@ -1,7 +1,5 @@
 """What the grids of `outrider verify` cover."""
 
-from dataclasses import replace
-
 import pytest
 
 from outrider.testing.grid import CONCURRENCIES, DECODINGS, DISTURBANCES, GREEDY, SPLITS, default_grid, full_grid
@@ -71,14 +69,27 @@ def test_every_way_of_decoding_gets_cells_of_its_own() -> None:
     assert len({decoding.seed for decoding in SEEDED}) == len(SEEDED)
 
 
-def test_an_oversubscribed_cell_has_the_pages_of_one_sequence() -> None:
+@pytest.mark.parametrize(
+    ("lengths", "num_pages"),
+    [
+        ([80] * 20, 4 * (10 + 1)),  # eight seats, four taken
+        ([80, 81] * 3, 3 * (10 + 11 + 2) // 2),  # six prompts, three seats taken
+        ([80], -(-500 // 8)),  # never less than one sequence needs
+    ],
+)
+def test_an_oversubscribed_cell_has_pages_for_half_of_its_seats(lengths: list[int], num_pages: int) -> None:
     (cell,) = [cell for cell in default_grid(7) if cell.preemption == "oversubscribed"]
-    limits = cell.limits(chunk_multiple=16, max_model_len=500)
-    assert limits.oversubscribe and limits.num_pages == -(-500 // cell.split.page_size)
-    assert replace(limits, oversubscribe=False, num_pages=None) == cell.split.limits(
-        chunk_multiple=16, max_model_len=500, num_drafts=7
-    )
+    assert (cell.concurrency, cell.split.page_size) == (8, 8)
+    limits = cell.limits(chunk_multiple=16, max_model_len=500 if len(lengths) == 1 else 200, prompt_lengths=lengths)
+    assert limits.oversubscribe and limits.num_pages == num_pages
     assert cell.label.endswith(", greedy, oversubscribed")
+
+
+def test_other_cells_have_pages_for_everybody() -> None:
+    for cell in default_grid(7):
+        if cell.preemption != "oversubscribed":
+            sizes = {"chunk_multiple": 16, "max_model_len": 500}
+            assert cell.limits(**sizes, prompt_lengths=[80]) == cell.split.limits(**sizes, num_drafts=cell.num_drafts)
 
 
 def test_half_of_the_prompts_ask_for_no_drafts() -> None:
