@@ -34,7 +34,10 @@ class Decoding:
     """How tokens are chosen. Each one has plain runs of its own."""
 
     temperature: float = 0.0
-    seed: int | None = None
+    seed: int | None = None  # exactly where tokens are drawn: without one, no two runs could be compared
+
+    def __post_init__(self) -> None:
+        assert (self.seed is None) == (self.temperature == 0), f"{self}: a draw needs a seed, greedy has no use for one"
 
     @property
     def label(self) -> str:

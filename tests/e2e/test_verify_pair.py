@@ -96,11 +96,11 @@ def test_a_fault_is_found_and_the_control_costs_acceptance_only(
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_command_finds_it_on_the_shipped_pair(name: str, tmp_path: Path) -> None:
     rows = demo_prompt_path().read_text(encoding="utf-8").splitlines()
-    shortest = sorted(rows, key=len)[:8]
+    shortest = sorted(rows, key=len)[:6]
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     prompts.write_text("\n".join(shortest), encoding="utf-8")
     line = f"verify {MODELS / 'k3-small'} --drafter {MODELS / 'k3-small-dspark'} --prompts {prompts} --json {out}"
-    status = main([*line.split(), "--max-tokens", "24", "--inject", name])
+    status = main([*line.split(), "--max-tokens", str(MAX_TOKENS), "--inject", name])
     assert status == int(FAULTS[name].changes_output)
     injected = json.loads(out.read_text(encoding="utf-8"))["injected"]
     if not FAULTS[name].changes_output:
