@@ -20,6 +20,7 @@ $(STAMP):
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation -e ".[test,dev]"
 	@$(PIP) --no-deps fla-core  # its dependencies would bring a GPU compiler
+	@$(BIN)/python -m outrider.ops.native.build  # also done at first use when the sources have changed
 	@rm -f $(VENV)/setup-*.stamp
 	@touch $@
 
@@ -53,5 +54,5 @@ bench: setup  ## the A/B table on the shipped prompts, JSON in build/ab.json
 	  --concurrency 1,4 --num-prompts 8 --max-tokens 128 --repeats 2 --json build/ab.json
 
 clean:
-	rm -rf build outrider.egg-info
+	rm -rf build outrider.egg-info outrider/ops/native/lib
 	find outrider tests -name __pycache__ -type d -prune -exec rm -rf {} +

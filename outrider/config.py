@@ -13,12 +13,13 @@ __all__ = [
     "SchedulerConfig",
     "check_positive",
     "kernel_environment",
+    "native_ops_wanted",
     "resolve_num_draft_tokens",
     "user_cache_directory",
 ]
 
-# Variables by which the CPU libraries under torch choose their kernels.
-KERNEL_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
+# Variables by which the CPU libraries under torch choose their kernels, and how their threads wait.
+KERNEL_VARIABLES = ("ATEN_", "DNNL_", "GOMP_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_", "OUTRIDER_")
 MAX_VALUE = 2**31 - 1  # products of two budgets still fit the 64 bits of a tensor size
 
 
@@ -126,3 +127,15 @@ def user_cache_directory() -> Path:
 def kernel_environment() -> Mapping[str, str]:
     """Environment variables that may change which kernels the CPU libraries run, sorted by name."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(KERNEL_VARIABLES)}
+
+
+def native_ops_wanted() -> bool:
+    """Whether the C++ forms of CPU operations may run; ``OUTRIDER_NATIVE=0`` turns all of them off, to compare.
+
+    Raises:
+        ConfigError: the variable holds another word.
+    """
+    word = os.environ.get("OUTRIDER_NATIVE", "1")
+    if word not in ("0", "1"):
+        raise ConfigError(f"OUTRIDER_NATIVE={word!r} is unknown; use 0 for the torch forms or 1 for the native ones")
+    return word == "1"

@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from outrider.ops.native.library import library
+
 torch.set_num_threads(1)
 settings.register_profile(
     "outrider", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
@@ -32,3 +34,12 @@ def own_cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture
+def torch_forms(monkeypatch):
+    """The torch forms of all operations, as where there is no compiler."""
+    monkeypatch.setenv("OUTRIDER_NATIVE", "0")
+    library.cache_clear()
+    yield
+    library.cache_clear()

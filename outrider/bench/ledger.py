@@ -1,6 +1,7 @@
 """Under which conditions a number was measured, and the append-only file of such numbers."""
 
 import json
+import os
 import platform
 import subprocess
 import time
@@ -10,20 +11,27 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["append_row", "environment"]
+from outrider.config import kernel_environment
 
+__all__ = ["LEDGER", "append_row", "environment"]
+
+LEDGER = Path("benchmarks/ledger.jsonl")  # in the working directory
 LIBRARIES = ("outrider", "torch", "numpy", "safetensors", "tokenizers", "tiktoken")
 
 
 def environment() -> dict[str, object]:
-    """Time, commit, machine, threads and library versions, as JSON values."""
+    """Time, commit, machine and its load, threads and how they wait, library versions, as JSON values."""
     return {
         "time_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "commit": _git("rev-parse", "HEAD"),
         "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
         "machine": platform.machine(),
         "processor": _cpu_name(),
+        "num_cpus": os.cpu_count(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "load_average": list(os.getloadavg()),
         "num_threads": torch.get_num_threads(),
+        "kernel_variables": dict(kernel_environment()),
         "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "libraries": {name: metadata.version(name) for name in LIBRARIES},

@@ -116,4 +116,5 @@ def _build_recurrent(layout: RecurrentLayout, budget: CacheBudget, device: torch
         state_dtype=layout.state_dtype,
         conv_dtype=layout.conv_dtype,
         device=device,
+        fold=layout.fold,
     )

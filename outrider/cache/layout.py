@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from outrider.ops.kda_step import PLAIN_KDA, KdaCommit
+
 __all__ = ["CacheLayout", "PagedLayout", "RecurrentLayout"]
 
 
@@ -43,6 +45,7 @@ class RecurrentLayout:
     state_dtype: torch.dtype
     conv_shape: tuple[int, int]
     conv_dtype: torch.dtype
+    fold: KdaCommit = PLAIN_KDA.commit  # the other half of the model's step, so the model brings it
 
     @property
     def state_bytes_per_slot(self) -> int:

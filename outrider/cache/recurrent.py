@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.batch import ForwardBatch
-from outrider.ops.conv import shift_window
-from outrider.ops.kda import kda_commit_
+from outrider.ops.kda_step import PLAIN_KDA, KdaCommit, KdaSeats
 
 __all__ = ["RecurrentCache", "RecurrentSnapshot"]
 
@@ -48,6 +47,7 @@ class RecurrentCache:
         state_dtype: island dtype of state and log.
         conv_dtype: compute dtype of the conv inputs.
         device: where everything lives.
+        fold: folds log rows into seats; of the same form as the steps that write the log.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class RecurrentCache:
         state_dtype: torch.dtype,
         conv_dtype: torch.dtype,
         device: torch.device,
+        fold: KdaCommit = PLAIN_KDA.commit,
     ) -> None:
         num_heads, value_width, key_width = state_shape
         self.num_slots = num_slots
@@ -72,6 +73,16 @@ class RecurrentCache:
         self._k_LTHK = torch.zeros_like(self._decay_LTHK)
         self._u_LTHV = torch.zeros((*log_shape, num_heads, value_width), dtype=state_dtype, device=device)
         self._inputs_LTD = torch.zeros((*log_shape, conv_shape[1]), dtype=conv_dtype, device=device)
+        self._fold = fold
+        self._all_layers = KdaSeats(
+            state_BHWK=self._state_LBHVK,
+            window_BXC=self._window_LBWD,
+            u_RHW=self._u_LTHV,
+            k_RHK=self._k_LTHK,
+            decay_RHK=self._decay_LTHK,
+            inputs_RC=self._inputs_LTD,
+        )
+        self._layers = tuple(self._all_layers.layer(index) for index in range(num_layers))
 
     @property
     def num_bytes(self) -> int:
@@ -85,6 +96,16 @@ class RecurrentCache:
     def conv_window(self, layer_index: int) -> torch.Tensor:
         """Carried conv inputs of one layer, oldest first, ``[num_slots, W, D]``, for reading."""
         return self._window_LBWD[layer_index]
+
+    def seats(self, layer_index: int, *, num_rows: int = 0) -> KdaSeats:
+        """Everything of one layer: state and window for reading, the log for the ``num_rows`` rows of a step.
+
+        Row r of ``batch.step.rows_T`` belongs in row r of the log.
+        """
+        assert num_rows <= self.max_step_rows, (
+            f"{num_rows} step rows exceed the log of {self.max_step_rows} rows; split the round"
+        )
+        return self._layers[layer_index]
 
     def write_log(
         self,
@@ -101,13 +122,11 @@ class RecurrentCache:
         dtype, and ``conv_inputs_TD`` are the raw inputs of the short conv (q, k, v side by side).
         """
         num_rows = sum(batch.step.lengths)
-        assert num_rows <= self.max_step_rows, (
-            f"{num_rows} step rows exceed the log of {self.max_step_rows} rows; split the round"
-        )
-        self._u_LTHV[layer_index, :num_rows] = u_THV
-        self._k_LTHK[layer_index, :num_rows] = k_THK
-        self._decay_LTHK[layer_index, :num_rows] = decay_THK
-        self._inputs_LTD[layer_index, :num_rows] = conv_inputs_TD
+        seats = self.seats(layer_index, num_rows=num_rows)
+        seats.u_RHW[:num_rows] = u_THV
+        seats.k_RHK[:num_rows] = k_THK
+        seats.decay_RHK[:num_rows] = decay_THK
+        seats.inputs_RC[:num_rows] = conv_inputs_TD
 
     def store(
         self,
@@ -123,25 +142,12 @@ class RecurrentCache:
     def commit(self, batch: ForwardBatch, num_committed_S: torch.Tensor) -> None:
         """Advance the slots of the step group by their first ``num_committed_S`` (int64) rows.
 
-        All layers advance in one call. Rows beyond the committed ones are selected away, never
-        multiplied by zero, so their content (NaN included) has no effect.
+        All layers advance in one call. Rows beyond the committed ones have no effect, whatever they hold.
         """
         step = batch.step
         if not step.lengths:
             return
-        rows_SM = step.padded_rows_SM
-        state_LSHVK = self._state_LBHVK.index_select(1, step.state_slots_S)
-        window_LSWD = self._window_LBWD.index_select(1, step.state_slots_S)
-        kda_commit_(
-            state_LSHVK,
-            self._u_LTHV[:, rows_SM],
-            self._k_LTHK[:, rows_SM],
-            self._decay_LTHK[:, rows_SM],
-            num_committed_S,
-        )
-        window_LSWD = shift_window(window_LSWD, self._inputs_LTD[:, rows_SM], num_committed_S)
-        self._state_LBHVK.index_copy_(1, step.state_slots_S, state_LSHVK)
-        self._window_LBWD.index_copy_(1, step.state_slots_S, window_LSWD)
+        self._fold(self._all_layers, step.state_slots_S, step.padded_rows_SM, num_committed_S)
 
     def reset(self, slots: Sequence[int]) -> None:
         """Put slots back to the state before the first token: zero state, zero window."""

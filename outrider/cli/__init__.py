@@ -15,6 +15,8 @@ from outrider.cli.arguments import (
     BenchAb,
     BenchAcceptance,
     BenchNumerics,
+    BenchStartup,
+    BenchStep,
     Command,
     Demo,
     Generate,
@@ -25,6 +27,8 @@ from outrider.cli.arguments import (
 from outrider.cli.bench import run_bench_ab
 from outrider.cli.bench_acceptance import run_bench_acceptance
 from outrider.cli.bench_numerics import run_bench_numerics
+from outrider.cli.bench_startup import run_bench_startup
+from outrider.cli.bench_step import run_bench_step
 from outrider.cli.demo import run_demo
 from outrider.cli.generate import run_generate
 from outrider.cli.inspect import run_inspect
@@ -82,12 +86,8 @@ def _run(command: object) -> int:
             return run_generate(command)
         case Demo():
             return run_demo(command)
-        case Bench(kind=BenchAb() as kind):
-            return run_bench_ab(kind)
-        case Bench(kind=BenchNumerics() as kind):
-            return run_bench_numerics(kind)
-        case Bench(kind=BenchAcceptance() as kind):
-            return run_bench_acceptance(kind)
+        case Bench():
+            return _run_bench(command)
         case Inspect():
             return run_inspect(command)
         case Logits():
@@ -96,3 +96,17 @@ def _run(command: object) -> int:
             return run_verify(command)
         case _:
             raise AssertionError(f"command {type(command).__name__} has no function")
+
+
+def _run_bench(command: Bench) -> int:
+    match command.kind:
+        case BenchAb() as kind:
+            return run_bench_ab(kind)
+        case BenchNumerics() as kind:
+            return run_bench_numerics(kind)
+        case BenchStep() as kind:
+            return run_bench_step(kind)
+        case BenchAcceptance() as kind:
+            return run_bench_acceptance(kind)
+        case BenchStartup() as kind:
+            return run_bench_startup(kind)

@@ -4,16 +4,19 @@ A new flag is a new field here and a new line in the frozen list of tests/test_a
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
+
+from outrider.cli.flags import Acceptance, Biases, Dtype, Experts, Ints, Model, Names, Numerics, Probe, Reals
 
 __all__ = [
     "Bench",
     "BenchAb",
     "BenchAcceptance",
     "BenchNumerics",
+    "BenchStartup",
+    "BenchStep",
     "Command",
     "Demo",
     "Generate",
@@ -21,57 +24,6 @@ __all__ = [
     "Logits",
     "Verify",
 ]
-
-
-def _comma_separated(
-    kind: type[int] | type[float] | type[str], metavar: str
-) -> PrimitiveConstructorSpec[tuple[float | str, ...]]:
-    """One argument such as 1,2,3 that becomes a tuple."""
-
-    def parse(arguments: list[str]) -> tuple[float | str, ...]:
-        return tuple(kind(part.strip()) for part in arguments[0].split(",") if part.strip())
-
-    def show(value: tuple[float | str, ...]) -> list[str]:
-        return [",".join(str(part) for part in value)]
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=parse,
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=show,
-    )
-
-
-def _biases() -> PrimitiveConstructorSpec[tuple[tuple[int, float], ...]]:
-    """One argument such as 17:-100,5:2.5 that becomes pairs of a token id and a number."""
-
-    def parse(arguments: list[str]) -> tuple[tuple[int, float], ...]:
-        pairs = (part.partition(":") for part in arguments[0].split(",") if part.strip())
-        return tuple((int(token_id), float(bias)) for token_id, _, bias in pairs)
-
-    def show(value: tuple[tuple[int, float], ...]) -> list[str]:
-        return [",".join(f"{token_id}:{bias}" for token_id, bias in value)]
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="ID:BIAS,ID:BIAS",
-        instance_from_str=parse,
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=show,
-    )
-
-
-Ints = Annotated[tuple[int, ...], _comma_separated(int, "1,2,3")]
-Reals = Annotated[tuple[float, ...], _comma_separated(float, "0.7,1.0")]
-Biases = Annotated[tuple[tuple[int, float], ...], _biases()]
-Names = Annotated[tuple[str, ...], _comma_separated(str, "a,b")]
-Dtype = Literal["auto", "float64", "float32", "bfloat16"]
-Experts = Literal["unpacked", "packed"]
-Acceptance = Literal["match", "rejection", "block"]
-Numerics = Literal["exact", "fast"]
-Probe = Literal["auto", "force", "skip"]
-Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,6 +217,77 @@ class BenchNumerics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BenchStep:
+    """Measure one step over rows, slots and contexts against the least time that this machine allows.
+
+    MODEL or --random says what is measured.
+    """
+
+    model: Model = ""
+    """Target checkpoint directory, or its name under models/."""
+    random: str = ""
+    """Instead of MODEL: a random pair of the shape k3-60m, k3-200m, k3-truncated or of a .json file."""
+    drafter: str = ""
+    """Drafter checkpoint, for --synthetic-acceptance; a random pair has its own."""
+    rows: Ints = (1, 2, 4, 7, 8, 14, 16, 28, 32, 56, 64)
+    """Query rows of the whole step, spread evenly over the slots; fewer rows than slots are skipped."""
+    slots: Ints = (1, 4, 8, 16)
+    """Sequences of the step."""
+    context: Ints = (128, 1024, 4096)
+    """Committed tokens of each sequence."""
+    repeats: int = 30
+    """Turns; in each, every step runs once, and with --synthetic-acceptance one speculative round."""
+    synthetic_acceptance: Reals = ()
+    """Also run whole rounds in which draft i stands with the i-th rate, given that all before it do."""
+    threads: int = 1
+    """CPU threads; 0 = PyTorch's default."""
+    dtype: Dtype = "auto"
+    """Number format of the model; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    experts: Experts = "unpacked"
+    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    numerics: Numerics = "exact"
+    """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    probe: Probe = "auto"
+    """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
+    json: str = ""
+    """File for the results."""
+    plot: str = ""
+    """SVG file for a plot of the steps and their floors."""
+    record: bool = False
+    """Also append the results to benchmarks/ledger.jsonl in the working directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchStartup:
+    """Measure the time from nothing to the first token, and resident memory, over starts in new processes."""
+
+    model: Model
+    """Target checkpoint directory, or its name under models/."""
+    drafter: str = ""
+    """Drafter checkpoint directory, or its name under models/; none = plain decoding."""
+    repeats: int = 3
+    """Starts after a first one, which fills the caches of the system and is not counted."""
+    threads: int = 1
+    """CPU threads; 0 = PyTorch's default."""
+    dtype: Dtype = "auto"
+    """Number format of the models; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    experts: Experts = "unpacked"
+    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    numerics: Numerics = "exact"
+    """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    probe: Probe = "auto"
+    """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
+    json: str = ""
+    """File for the results."""
+    record: bool = False
+    """Also append the results to benchmarks/ledger.jsonl in the working directory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Bench:
     """Measurements."""
 
@@ -272,6 +295,8 @@ class Bench:
         Annotated[BenchAb, tyro.conf.subcommand("ab")]
         | Annotated[BenchNumerics, tyro.conf.subcommand("numerics")]
         | Annotated[BenchAcceptance, tyro.conf.subcommand("acceptance")]
+        | Annotated[BenchStep, tyro.conf.subcommand("step")]
+        | Annotated[BenchStartup, tyro.conf.subcommand("startup")]
     )
     """What to measure."""
 

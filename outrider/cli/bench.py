@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.bench.ab import run_cell
-from outrider.bench.ledger import append_row, environment
+from outrider.bench.ledger import LEDGER, append_row, environment
 from outrider.bench.report import cell_table, cells_to_json, round_table, summary_line
 from outrider.bench.summary import CellSummary
 from outrider.bench.workload import PromptSet, load_prompt_set
@@ -21,7 +21,6 @@ from outrider.errors import ConfigError
 
 __all__ = ["run_bench_ab"]
 
-LEDGER = Path("benchmarks/ledger.jsonl")
 EXIT_DIFFERENT = 1
 
 logger = logging.getLogger(__name__)

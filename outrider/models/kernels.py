@@ -2,9 +2,13 @@
 
 from dataclasses import dataclass
 
+from outrider.ops.activation import GluFunction, glu_fused
 from outrider.ops.attention import AbsorbedFunction, mla_absorbed, mla_absorbed_plain
+from outrider.ops.kda_step import PLAIN_KDA, KdaForm
 from outrider.ops.linear import LinearFunction, linear, linear_padded, linear_plain
 from outrider.ops.moe import ExpertsFunction, routed_experts, routed_experts_plain
+from outrider.ops.norm import NormFunction, rms_norm
+from outrider.ops.residual import MixNormFunction, residual_mix_norm
 
 __all__ = ["EXACT_KERNELS", "PLAIN_KERNELS", "Kernels"]
 
@@ -17,6 +21,10 @@ class Kernels:
     router: LinearFunction = linear_padded
     experts: ExpertsFunction = routed_experts
     absorbed: AbsorbedFunction = mla_absorbed  # attention of decode and verify rows
+    kda: KdaForm = PLAIN_KDA  # rows of the recurrent layers, and their commit
+    norm: NormFunction = rms_norm
+    mix_norm: MixNormFunction = residual_mix_norm  # what lies between two sublayers
+    glu: GluFunction = glu_fused
 
 
 EXACT_KERNELS = Kernels()

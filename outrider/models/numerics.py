@@ -2,15 +2,20 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Literal
 
 import torch
 
 from outrider.errors import ConfigError
+from outrider.models.kernels import Kernels
 from outrider.models.probe_cache import probe_file, recall, remember
 from outrider.ops.linear import LinearFunction, LinearTable, linear, tile_candidates
+from outrider.ops.native.activation import NativeGlu
+from outrider.ops.native.library import library_for
+from outrider.ops.native.linear import PackedLinear
+from outrider.ops.native.norm import NativeNorm
 from outrider.ops.probe import OpCheck, ProbeOutcome, run_checks
 from outrider.ops.probe_ops import linear_check, probed_shape, tiles_named
 
@@ -24,6 +29,7 @@ __all__ = [
     "joined_report",
     "linear_checks",
     "resolve_numerics",
+    "with_native_rows",
 ]
 
 NumericsMode = Literal["exact", "fast"]
@@ -131,19 +137,63 @@ def linear_checks(
 ) -> tuple[OpCheck, ...]:
     """One check for each shape that stands for some of the weights."""
     shapes = sorted({probed_shape(*shape) for shape in shapes_OI})
-    return tuple(linear_check(_name(label, shape), shape, dtype, device) for shape in shapes)
+    native = library_for(dtype, device)
+    return tuple(linear_check(_name(label, shape), shape, dtype, device, native) for shape in shapes)
 
 
 def chosen_linear(
-    label: str, shapes_OI: Iterable[tuple[int, int]], dtype: torch.dtype, geometries: Mapping[str, str]
+    label: str,
+    shapes_OI: Iterable[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    geometries: Mapping[str, str],
 ) -> LinearFunction:
     """The product of rows with these weights, each weight in the geometry that its check found."""
+    found = {shape: geometries[_name(label, probed_shape(*shape))] for shape in sorted(set(shapes_OI))}
+    native = library_for(dtype, device)
+    packed = frozenset(s for s, name in found.items() if native is not None and name == native.geometry)
     default = tile_candidates(dtype)[0]
-    tiles = {
-        shape: tiles_named(geometries[_name(label, probed_shape(*shape))], dtype) for shape in sorted(set(shapes_OI))
-    }
+    tiles = {shape: tiles_named(name, dtype) for shape, name in found.items() if shape not in packed}
     replaced = {shape: tile for shape, tile in tiles.items() if tile != default}
-    return LinearTable(tiles=replaced, dtype=dtype) if replaced else linear
+    others: LinearFunction = LinearTable(tiles=replaced, dtype=dtype) if replaced else linear
+    return others if native is None or not packed else PackedLinear(native, others, packed)
+
+
+def with_native_rows(
+    kernels: Kernels,
+    *,
+    norms: Iterable[str],
+    mixes: Iterable[str],
+    activations: Iterable[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    geometries: Mapping[str, str],
+) -> Kernels:
+    """Native norms, mixes and activations, each where all checks of its kind found the native form to hold.
+
+    Args:
+        kernels: what the rest runs.
+        norms: names of the checks of norms.
+        mixes: of residual mixes.
+        activations: of gated activations.
+        dtype: compute dtype.
+        device: where the model runs.
+        geometries: what the checks found.
+    """
+    native = library_for(dtype, device)
+    if native is None:
+        return kernels
+
+    def hold(names: Iterable[str]) -> bool:
+        return all(geometries[name] == native.geometry for name in names)
+
+    rows = NativeNorm(native)
+    return replace(
+        kernels,
+        norm=rows.rms_norm if hold(norms) else kernels.norm,
+        mix_norm=rows.mix_norm if hold(mixes) else kernels.mix_norm,
+        glu=NativeGlu(native) if hold(activations) else kernels.glu,
+    )
 
 
 def _name(label: str, shape_OI: tuple[int, int]) -> str:

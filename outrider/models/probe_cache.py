@@ -17,6 +17,8 @@ import torch
 
 import outrider.ops
 from outrider.config import kernel_environment, user_cache_directory
+from outrider.ops.native.build import source_key
+from outrider.ops.native.library import library
 from outrider.ops.probe import OpCheck, ProbeOutcome
 
 __all__ = ["machine_identity", "probe_file", "recall", "remember"]
@@ -38,6 +40,7 @@ def machine_identity(device: torch.device) -> dict[str, object]:
         "num_threads": torch.get_num_threads(),
         "environment": dict(kernel_environment()),
         "ops": _ops_digest(),
+        "native": None if (native := library()) is None else [native.variant, source_key()],
     }
 
 

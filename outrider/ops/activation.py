@@ -3,6 +3,7 @@
 Dims: T rows, I inner width, J = 2 I.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +11,17 @@ import torch
 
 from outrider.ops.invariant import island_dtype, sigmoid, silu, tanh
 
-__all__ = ["Activation", "glu", "glu_fused", "sigmoid_gate", "silu_mul", "silu_mul_reference", "situ", "situ_reference"]
+__all__ = [
+    "Activation",
+    "GluFunction",
+    "glu",
+    "glu_fused",
+    "sigmoid_gate",
+    "silu_mul",
+    "silu_mul_reference",
+    "situ",
+    "situ_reference",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +31,9 @@ class Activation:
     name: Literal["situ", "silu"]
     beta: float | None = None  # SiTU gate bound; None means 1.0
     linear_beta: float | None = None  # SiTU bound of the linear half; None leaves it unbounded
+
+
+GluFunction = Callable[[Activation, torch.Tensor], torch.Tensor]
 
 
 def situ(gate: torch.Tensor, up: torch.Tensor, beta: float | None, linear_beta: float | None) -> torch.Tensor:

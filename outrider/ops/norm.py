@@ -3,12 +3,23 @@
 Dims: T rows, D width, H heads, K key width, W value width.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
 from outrider.ops.invariant import island_dtype, sigmoid
 
-__all__ = ["gated_rms_norm", "gated_rms_norm_reference", "l2_norm_scaled", "rms_norm", "rms_norm_reference"]
+__all__ = [
+    "NormFunction",
+    "gated_rms_norm",
+    "gated_rms_norm_reference",
+    "l2_norm_scaled",
+    "rms_norm",
+    "rms_norm_reference",
+]
+
+NormFunction = Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]
 
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:

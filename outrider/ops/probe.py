@@ -17,6 +17,7 @@ import torch
 __all__ = [
     "CASES",
     "FEW_CASES",
+    "FIXED",
     "NUM_ROWS",
     "OpCheck",
     "ProbeOutcome",

@@ -1,30 +1,25 @@
-"""The checks of ``probe`` for what mixes rows of a sequence: KDA and latent attention.
+"""The checks of ``probe`` for latent attention.
 
-Dims: N rows of a call, T rows, S sequences, H heads, K key and value width, C latent and shared key width,
-R rows of the flat cache, L keys, P pages, F features of a row.
+Dims: N rows of a call, T rows, S sequences, H heads, C latent and shared key width, R rows of the flat cache,
+L keys, P pages, F features of a row.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from outrider.ops.attention import absorb_weights, mla_absorbed, mla_expanded
-from outrider.ops.invariant import ROW_TILE, island_dtype
-from outrider.ops.kda import KdaResult, kda_beta, kda_commit, kda_gate, kda_recurrent
-from outrider.ops.kda_chunk import kda_chunk
+from outrider.ops.invariant import ROW_TILE
 from outrider.ops.paged import KEY_TILE, PagedSpans, paged_spans
 from outrider.ops.probe import FEW_CASES, NUM_ROWS, OpCheck, company_violation, fixed_check, random_rows, same_bits
-from outrider.ops.spans import SpanLayout, spans_from_lengths, to_padded
+from outrider.ops.spans import SpanLayout, spans_from_lengths
 
 __all__ = [
     "MlaSizes",
     "absorbed_check",
     "absorbed_name",
     "expanded_check",
-    "kda_check",
-    "kda_chunk_check",
     "query_tile_named",
 ]
 
@@ -38,103 +33,6 @@ QUERY_TILES = (ROW_TILE, 32, 64)
 PROMPT_CASES = FEW_CASES[:4]
 
 Cases = Sequence[tuple[int, str]]
-
-KdaFunction = Callable[..., KdaResult]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _KdaSizes:
-    """One KDA layer in a check; key and value width are equal."""
-
-    num_heads: int
-    width: int
-    bound: float | None  # lower bound of the log decay
-    dtype: torch.dtype
-    device: torch.device
-
-    def rows(self, *leading: int, seed: int) -> torch.Tensor:
-        """Random rows ``[..., 4, H, K]``: q, k, v and the raw gate."""
-        return random_rows(*leading, 4, self.num_heads, self.width, dtype=self.dtype, device=self.device, seed=seed)
-
-    def run(
-        self, function: KdaFunction, x_T4HK: torch.Tensor, state_SHKK: torch.Tensor, layout: SpanLayout
-    ) -> KdaResult:
-        """Gates and update of such rows."""
-        q, k, v, raw = x_T4HK.unbind(1)
-        shape = (self.num_heads, self.width)
-        parameter = torch.linspace(-0.5, 0.5, self.num_heads * self.width, dtype=state_SHKK.dtype, device=self.device)
-        log_decay = kda_gate(raw, parameter[: self.num_heads], parameter.view(shape), self.bound)
-        return function(q, k, v, log_decay, kda_beta(raw[..., 0]), state_SHKK, layout)
-
-
-def _kda_company(sizes: _KdaSizes, function: KdaFunction, num_rows: int, cases: Cases) -> str | None:
-    """Sequences of ``num_rows`` rows each: output and state alone and in company."""
-
-    def run(x_NM4HK: torch.Tensor) -> torch.Tensor:
-        # A sequence's state is made of its first row, so that neighbours have other states, NaN included.
-        wide = x_NM4HK[:, 0].to(island_dtype(sizes.dtype))
-        state_NHKK = wide[:, 2, :, :, None] * wide[:, 1, :, None, :]
-        layout = spans_from_lengths((num_rows,) * x_NM4HK.shape[0], device=sizes.device)
-        result = sizes.run(function, x_NM4HK.flatten(0, 1), state_NHKK, layout)
-        out = result.out_THW.reshape(x_NM4HK.shape[0], -1).to(result.state_SHWK.dtype)
-        return torch.cat([out, result.state_SHWK.flatten(1)], dim=1)
-
-    return company_violation(run, sizes.rows(NUM_ROWS, num_rows, seed=1), cases=cases)
-
-
-def _kda_spans(sizes: _KdaSizes) -> str | None:
-    """Two ragged spans, and their commit, against stepping through them."""
-    lengths = (NUM_ROWS, SPAN)
-    rows_T4HK = sizes.rows(sum(lengths), seed=2)
-    shape = (len(lengths), sizes.num_heads, sizes.width, sizes.width)
-    before_SHKK = random_rows(*shape, dtype=island_dtype(sizes.dtype), device=sizes.device, seed=3)
-    layout = spans_from_lengths(lengths, device=sizes.device)
-    together = sizes.run(kda_recurrent, rows_T4HK, before_SHKK, layout)
-    log = together.log
-    assert log is not None, "the per-token form logs every row"
-    committed_SHKK = kda_commit(
-        before_SHKK,
-        to_padded(log.u_THW, layout),
-        to_padded(log.k_THK, layout),
-        to_padded(log.decay_THK, layout),
-        torch.tensor(lengths, device=sizes.device),
-    )
-    one, row = spans_from_lengths((1,), device=sizes.device), 0
-    for sequence, length in enumerate(lengths):
-        state_1HKK = before_SHKK[sequence : sequence + 1]
-        for m in range(length):
-            step = sizes.run(kda_recurrent, rows_T4HK[row : row + 1], state_1HKK, one)
-            if not same_bits(step.out_THW[0], together.out_THW[row]):
-                return f"row {m} of a span of {length} differs from the row stepped"
-            state_1HKK, row = step.state_SHWK, row + 1
-        for state_SHKK in (together.state_SHWK, committed_SHKK):
-            if not same_bits(state_1HKK[0], state_SHKK[sequence]):
-                return f"the state after a span of {length}, or after its commit, differs from the state stepped"
-    return None
-
-
-def kda_check(num_heads: int, width: int, bound: float | None, dtype: torch.dtype, device: torch.device) -> OpCheck:
-    """Gates and per-token update: one row per sequence in company, then spans and their commit against steps."""
-    sizes = _KdaSizes(num_heads=min(num_heads, PROBE_HEADS), width=width, bound=bound, dtype=dtype, device=device)
-    return fixed_check(
-        f"KDA step of {num_heads} heads of {width}",
-        lambda: _kda_company(sizes, kda_recurrent, 1, FEW_CASES) or _kda_spans(sizes),
-    )
-
-
-def kda_chunk_check(
-    num_heads: int, width: int, bound: float | None, chunk_size: int, dtype: torch.dtype, device: torch.device
-) -> OpCheck:
-    """Prompt form of the update: a whole chunk, and one that is not, per sequence."""
-    sizes = _KdaSizes(num_heads=min(num_heads, PROBE_HEADS), width=width, bound=bound, dtype=dtype, device=device)
-    function = partial(kda_chunk, chunk_size=chunk_size)
-    return fixed_check(
-        f"KDA chunk of {num_heads} heads of {width}",
-        lambda: (
-            _kda_company(sizes, function, chunk_size, PROMPT_CASES)
-            or _kda_company(sizes, function, chunk_size // 2 + 1, PROMPT_CASES[:2])
-        ),
-    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

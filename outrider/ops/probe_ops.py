@@ -8,10 +8,17 @@ from functools import partial
 
 import torch
 
-from outrider.ops.activation import Activation, glu_fused, sigmoid_gate
+from outrider.ops.activation import Activation, GluFunction, glu_fused, sigmoid_gate
 from outrider.ops.conv import short_conv
 from outrider.ops.invariant import island_dtype
-from outrider.ops.linear import LinearFunction, RowTiles, cancelling_operands, linear_in_tiles, tile_candidates
+from outrider.ops.linear import (
+    LinearFunction,
+    RowTiles,
+    cancelling_operands,
+    linear,
+    linear_in_tiles,
+    tile_candidates,
+)
 from outrider.ops.moe import (
     BATCHED_MAX_ROWS,
     Routing,
@@ -20,10 +27,15 @@ from outrider.ops.moe import (
     routed_experts_batched,
     routed_experts_loop,
 )
-from outrider.ops.norm import gated_rms_norm, rms_norm
+from outrider.ops.native.activation import NativeGlu
+from outrider.ops.native.library import Library
+from outrider.ops.native.linear import PackedLinear
+from outrider.ops.native.norm import NativeNorm
+from outrider.ops.norm import NormFunction, gated_rms_norm, rms_norm
 from outrider.ops.probe import (
     CASES,
     FEW_CASES,
+    FIXED,
     NUM_ROWS,
     OpCheck,
     RowFunction,
@@ -31,18 +43,23 @@ from outrider.ops.probe import (
     fixed_check,
     random_rows,
 )
+from outrider.ops.residual import MixNormFunction, residual_mix_norm
 from outrider.ops.spans import spans_from_lengths
 
 __all__ = [
     "BOTH_FORMS",
     "activation_check",
+    "activation_name",
     "conv_check",
     "experts_check",
     "experts_name",
     "experts_product",
     "gated_norm_check",
     "linear_check",
+    "mix_check",
+    "mix_name",
     "norm_check",
+    "norm_name",
     "probed_shape",
     "sigmoid_gate_check",
     "tiles_named",
@@ -67,27 +84,43 @@ def tiles_named(name: str, dtype: torch.dtype) -> RowTiles:
     return {tiles.name: tiles for tiles in tile_candidates(dtype)}[name]
 
 
-def linear_check(name: str, shape_OI: tuple[int, int], dtype: torch.dtype, device: torch.device) -> OpCheck:
-    """Products with a weight of ``probed_shape``; candidates are the row tiles of ``linear``."""
+def linear_check(
+    name: str, shape_OI: tuple[int, int], dtype: torch.dtype, device: torch.device, native: Library | None = None
+) -> OpCheck:
+    """Products with a weight of ``probed_shape``; candidates are the native form and the row tiles of ``linear``."""
     num_out, num_in = shape_OI
     cases = CASES if num_out * num_in <= LARGE_WEIGHT else FEW_CASES
 
     def find(geometry: str) -> str | None:
         random_OI = random_rows(num_out, num_in, dtype=dtype, device=device)
         random_3I = random_rows(NUM_ROWS, num_in, dtype=dtype, device=device, seed=2)
-        tiles = tiles_named(geometry, dtype)
         for weight_OI, rows_3I in ((random_OI, random_3I), cancelling_operands(random_OI, random_3I)):
-            product = partial(_in_tiles, weight_OI=weight_OI, tiles=tiles)
+            if native is not None and geometry == native.geometry:
+                product = _packed(native, weight_OI)
+            else:
+                product = partial(_in_tiles, weight_OI=weight_OI, tiles=tiles_named(geometry, dtype))
             if (violation := company_violation(product, rows_3I, cases=cases)) is not None:
                 return violation
         return None
 
     names = tuple(tiles.name for tiles in tile_candidates(dtype))
+    if native is not None:
+        names = (native.geometry, *names)
     return OpCheck(name=name, geometries=names, find_violation=find)
 
 
 def _in_tiles(x_NI: torch.Tensor, *, weight_OI: torch.Tensor, tiles: RowTiles) -> torch.Tensor:
     return linear_in_tiles(x_NI, weight_OI, tiles)
+
+
+def _packed(native: Library, weight_OI: torch.Tensor) -> RowFunction:
+    product = PackedLinear(native, linear)
+    product.pack(weight_OI)
+    return partial(_of_weight, product=product, weight_OI=weight_OI)
+
+
+def _of_weight(x_NI: torch.Tensor, *, product: LinearFunction, weight_OI: torch.Tensor) -> torch.Tensor:
+    return product(x_NI, weight_OI)
 
 
 def experts_product(geometry: str, dtype: torch.dtype) -> LinearFunction:
@@ -137,10 +170,61 @@ def experts_name(width: int, inner: int) -> str:
     return f"experts of {width} to {inner}"
 
 
-def norm_check(width: int, eps: float, dtype: torch.dtype, device: torch.device) -> OpCheck:
+def norm_check(
+    width: int, eps: float, dtype: torch.dtype, device: torch.device, native: Library | None = None
+) -> OpCheck:
     """RMSNorm of a width."""
     weight_D = random_rows(width, dtype=dtype, device=device)
-    return _row_check(f"norm of {width}", lambda x_ND: rms_norm(x_ND, weight_D, eps), (width,), dtype, device)
+    rows_3D = random_rows(NUM_ROWS, width, dtype=dtype, device=device, seed=2)
+
+    def find(geometry: str) -> str | None:
+        norm: NormFunction = rms_norm if native is None or geometry == FIXED else NativeNorm(native).rms_norm
+        return company_violation(lambda x_ND: norm(x_ND, weight_D, eps), rows_3D)
+
+    return OpCheck(name=norm_name(width), geometries=_row_forms(native), find_violation=find)
+
+
+def _row_forms(native: Library | None) -> tuple[str, ...]:
+    """Geometries of an operation that has a torch form and, with a library, a native one."""
+    return (FIXED,) if native is None else (native.geometry, FIXED)
+
+
+def norm_name(width: int) -> str:
+    """Name of a norm's check."""
+    return f"norm of {width}"
+
+
+def mix_check(
+    num_candidates: int,
+    width: int,
+    eps: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    native: Library | None = None,
+) -> OpCheck:
+    """Residual addition, mix over so many candidates, and the norm that follows; one row holds them all."""
+    mix_weight_D = random_rows(width, dtype=island_dtype(dtype), device=device)
+    norm_weight_D = random_rows(width, dtype=dtype, device=device, seed=3)
+    rows_3BD = random_rows(NUM_ROWS, num_candidates + 1, width, dtype=dtype, device=device, seed=2)
+
+    def find(geometry: str) -> str | None:
+        mix_norm: MixNormFunction = (
+            residual_mix_norm if native is None or geometry == FIXED else NativeNorm(native).mix_norm
+        )
+
+        def mix(x_NBD: torch.Tensor) -> torch.Tensor:
+            planes_BND = x_NBD.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # the prefix is written
+            both = mix_norm(planes_BND[:-1], planes_BND[-1], mix_weight_D, norm_weight_D, eps)
+            return torch.stack((planes_BND[-2], *both), dim=1)
+
+        return company_violation(mix, rows_3BD)
+
+    return OpCheck(name=mix_name(width), geometries=_row_forms(native), find_violation=find)
+
+
+def mix_name(width: int) -> str:
+    """Name of the check of the residual mix."""
+    return f"residual mix of {width}"
 
 
 def gated_norm_check(num_heads: int, width: int, eps: float, dtype: torch.dtype, device: torch.device) -> OpCheck:
@@ -155,11 +239,22 @@ def gated_norm_check(num_heads: int, width: int, eps: float, dtype: torch.dtype,
     )
 
 
-def activation_check(activation: Activation, inner: int, dtype: torch.dtype, device: torch.device) -> OpCheck:
+def activation_check(
+    activation: Activation, inner: int, dtype: torch.dtype, device: torch.device, native: Library | None = None
+) -> OpCheck:
     """Gated activation of an inner width."""
-    return _row_check(
-        f"{activation.name} of {inner}", lambda x_NJ: glu_fused(activation, x_NJ), (2 * inner,), dtype, device
-    )
+    rows_3J = random_rows(NUM_ROWS, 2 * inner, dtype=dtype, device=device, seed=2)
+
+    def find(geometry: str) -> str | None:
+        glu: GluFunction = glu_fused if native is None or geometry == FIXED else NativeGlu(native)
+        return company_violation(lambda x_NJ: glu(activation, x_NJ), rows_3J)
+
+    return OpCheck(name=activation_name(activation, inner), geometries=_row_forms(native), find_violation=find)
+
+
+def activation_name(activation: Activation, inner: int) -> str:
+    """Name of an activation's check."""
+    return f"{activation.name} of {inner}"
 
 
 def sigmoid_gate_check(width: int, dtype: torch.dtype, device: torch.device) -> OpCheck:

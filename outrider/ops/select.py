@@ -5,6 +5,8 @@ Dims: N rows, V vocabulary, T rows, E candidates.
 
 import torch
 
+from outrider.ops.native.select import native_argmax
+
 __all__ = ["argmax_lowest", "first_maximum", "topk_lowest"]
 
 
@@ -13,6 +15,9 @@ def argmax_lowest(x_NV: torch.Tensor) -> torch.Tensor:
 
     A row with a NaN gives V, which is out of range on purpose.
     """
+    found_N = native_argmax(x_NV, nan_is_largest=False)
+    if found_N is not None:
+        return found_N
     value_N, index_N = x_NV.max(-1)
     return torch.where(value_N.isnan(), x_NV.shape[-1], index_N)
 
@@ -23,7 +28,8 @@ def first_maximum(x_NV: torch.Tensor) -> torch.Tensor:
     ``torch.max`` along a dim documents the first of equal maxima. For drafts: a wrong one costs time
     only, an index out of range would be a fault.
     """
-    return x_NV.max(-1).indices
+    found_N = native_argmax(x_NV, nan_is_largest=True)
+    return x_NV.max(-1).indices if found_N is None else found_N
 
 
 def topk_lowest(x_TE: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:

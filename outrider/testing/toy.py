@@ -7,7 +7,7 @@ parameters and the zero-padded ``A_log`` are all as in the real files, so the re
 import base64
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.models.kimi_k3.checkpoint import text_tensors
-from outrider.models.kimi_k3.config import parse_config
+from outrider.models.kimi_k3.config import KimiK3Config, parse_config
 from outrider.models.shards import INDEX_NAME
 
 __all__ = [
     "ToyOptions",
     "deep_toy",
     "kimi_linear_toy",
+    "release_tensors",
     "toy_config",
     "toy_tensors",
     "unquantized",
@@ -216,9 +217,9 @@ _FLOAT_INITS: Mapping[str, tuple[float, float]] = {
 }
 
 
-def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator, noise_dtype: torch.dtype) -> torch.Tensor:
     """Float tensor of one name; matrices get fan-in scaling, the head twice that."""
-    noise = torch.randn(shape, generator=generator, dtype=torch.float64)
+    noise = torch.randn(shape, generator=generator, dtype=noise_dtype)
     for ending, (mean, deviation) in _FLOAT_INITS.items():
         if name.endswith(ending):
             return mean + deviation * noise
@@ -235,20 +236,41 @@ def _random_bytes(name: str, shape: tuple[int, ...], generator: torch.Generator)
     return torch.randint(code - 1, code + 2, shape, generator=generator, dtype=torch.uint8)
 
 
+_FP32 = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
+
+
+def release_tensors(
+    config: KimiK3Config,
+    generator: torch.Generator,
+    *,
+    packed: bool,
+    dtype: torch.dtype,
+    noise_dtype: torch.dtype = torch.float64,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Random text tensors of a model in the release form, one by one: name on disk, value in its storage dtype.
+
+    Args:
+        config: which model.
+        generator: where the values come from.
+        packed: routed experts as MXFP4 pairs.
+        dtype: of the unquantised weights; what the release keeps in fp32 stays fp32.
+        noise_dtype: the noise is drawn in; float32 is quicker and takes half the memory.
+    """
+    for source in text_tensors(config, packed=packed):
+        if torch.uint8 in source.dtypes:
+            yield source.name, _random_bytes(source.name, source.shape, generator)
+            continue
+        value = _random(source.name, source.shape, generator, noise_dtype)
+        if source.name.endswith("A_log") and config.wrapped:
+            value[config.kda.num_heads :] = 0.0
+        yield source.name, value.to(torch.float32 if source.name.endswith(_FP32) else dtype)
+
+
 def toy_tensors(options: ToyOptions, seed: int = 0) -> dict[str, torch.Tensor]:
     """All checkpoint tensors of the toy by their name on disk, in their storage dtype."""
-    config = parse_config(toy_config(options))
     generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    fp32 = ("A_log", "dt_bias", "conv1d.weight", "o_norm.weight", "e_score_correction_bias")
-    for source in text_tensors(config, packed=options.quantized):
-        if torch.uint8 in source.dtypes:
-            tensors[source.name] = _random_bytes(source.name, source.shape, generator)
-            continue
-        value = _random(source.name, source.shape, generator)
-        if source.name.endswith("A_log") and options.wrapped:
-            value[options.kda_heads :] = 0.0
-        tensors[source.name] = value.to(torch.float32 if source.name.endswith(fp32) else options.dtype)
+    config = parse_config(toy_config(options))
+    tensors = dict(release_tensors(config, generator, packed=options.quantized, dtype=options.dtype))
     if options.vision_tensors:
         for name in ("vision_tower.patch_embed.proj.weight", "mm_projector.proj.0.weight"):
             tensors[name] = torch.randn(4, 4, generator=generator).to(options.dtype)

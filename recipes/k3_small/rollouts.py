@@ -13,6 +13,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from itertools import accumulate
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +27,7 @@ from outrider.training.lockstep import LockstepModel, answer_all
 
 CONTINUATION_SHARE = 0.08  # raw text prompts, no chat form
 TEMPERATURES = (0.0, 0.7, 0.0, 1.0)  # half greedy
+LONGEST_SHARE = 800  # characters: about as much as an answer may have tokens
 LOOP_CHECK = 16  # output tokens between two looks for a loop
 
 
@@ -33,7 +35,10 @@ class PromptSource:
     """Training prompts: chat tasks, now and then the start of a text."""
 
     def __init__(self, tasks: Path, corpus: Path, tokenizer: Tokenizer) -> None:
-        self.tasks = tasks.read_text(encoding="utf8").splitlines()
+        rows = (json.loads(line)["turns"] for line in tasks.read_text(encoding="utf8").splitlines())
+        self.questions, lengths = zip(*((turns[0]["content"], len(turns[1]["content"])) for turns in rows), strict=True)
+        # By what they will say, not by row: else short answers (sums, sorting) crowd out copying and prose.
+        self.shares = list(accumulate(min(length, LONGEST_SHARE) for length in lengths))
         self.texts = corpus.read_text(encoding="utf8").splitlines()
         self.tokenizer = tokenizer
 
@@ -52,8 +57,8 @@ class PromptSource:
         return self.tokenizer.encode(text[start : start + rng.randint(60, 400)])
 
     def _question(self, rng: random.Random) -> list[int]:
-        turns = json.loads(rng.choice(self.tasks))["turns"]
-        return self.tokenizer.render_chat([{"role": "user", "content": turns[0]["content"]}])
+        (question,) = rng.choices(self.questions, cum_weights=self.shares)
+        return self.tokenizer.render_chat([{"role": "user", "content": question}])
 
 
 class Writer:

@@ -35,7 +35,7 @@ from outrider.training.losses import (
     teacher_head,
 )
 from outrider.training.muon import Muon
-from outrider.training.seeding_dspark import seed_drafter
+from outrider.training.seeding_dspark import PinnedCopying, seed_drafter
 
 LENGTHS = ((0.70, 512), (0.90, 1024), (1.01, 2048))  # row length until this share of the budget
 MAX_LENGTH = 2048
@@ -199,6 +199,7 @@ class DrafterTrainer:
             self.draft_ids = read_drafter(self.drafter, arguments.init)
         else:
             self.seed()
+        self.pinned = PinnedCopying(self.drafter)
         self.teacher_head = teacher_head(self.target.lm_head.weight, self.draft_ids)
         self.to_draft = torch.full((K3_SMALL.vocab_size,), -1, dtype=torch.int64)
         self.to_draft[self.draft_ids] = torch.arange(len(self.draft_ids))
@@ -262,8 +263,9 @@ class DrafterTrainer:
             weights_BR=blocks.weights_BR,
         )
 
-    def train_step(self, batch: Batch, num_anchors: int, scale: float) -> Step:
-        """One optimiser step."""
+    def train_step(self, batch: Batch, num_anchors: int, progress: float) -> Step:
+        """One optimiser step at this share of the budget."""
+        scale = learning_rate_scale(progress)
         for optimizer, share in zip(self.optimizers, (1.0, 0.4), strict=True):
             for group in optimizer.param_groups:
                 group["lr"] = self.lr * scale * share
@@ -273,6 +275,7 @@ class DrafterTrainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
+        self.pinned.restore()
         return result
 
     @torch.no_grad()
@@ -305,7 +308,7 @@ def run(arguments: argparse.Namespace) -> None:
         length = next(length for until, length in LENGTHS if progress < until)
         num_rows = arguments.batch_tokens // length
         rows = trainer.rollouts.rows(np.random.default_rng(trainer.step), length, num_rows, valid=False)
-        result = trainer.train_step(rows, arguments.anchors // num_rows, learning_rate_scale(progress))
+        result = trainer.train_step(rows, arguments.anchors // num_rows, progress)
         trainer.step += 1
         trainer.seconds += time.perf_counter() - started
         loss = result.loss.item()

@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 )
 
 from outrider.batch import ForwardBatch, SubmittedDrafts, TokenChoices, VerifyResult
-from outrider.cache import CacheSet, LatentCache, RecurrentCache, RecurrentSnapshot, recurrent
+from outrider.cache import CacheSet, LatentCache, RecurrentCache, RecurrentSnapshot
 from outrider.engine import round as engine_round
 from outrider.engine.batching import PageTable
 from outrider.errors import EngineFault
@@ -34,6 +34,7 @@ from outrider.models.dspark.checkpoint import TargetTables
 from outrider.models.dspark.load import load_predictor
 from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.registry import load_target
+from outrider.ops import kda_step
 from outrider.request import RequestUpdate, SamplingParams
 from outrider.scheduling import Scheduler, Sequence
 from outrider.scheduling.seats import Seats
@@ -281,12 +282,12 @@ def keep_the_copy_of_an_ended_request(patch: pytest.MonkeyPatch) -> None:
 
 
 def skip_the_conv_rollback(patch: pytest.MonkeyPatch) -> None:
-    right = recurrent.shift_window
+    right = kda_step.shift_window
 
     def wrong(window: torch.Tensor, inputs: torch.Tensor, num_committed: torch.Tensor) -> torch.Tensor:
         return right(window, inputs, torch.full_like(num_committed, inputs.shape[2]))
 
-    patch.setattr(recurrent, "shift_window", wrong)
+    patch.setattr(kda_step, "shift_window", wrong)
 
 
 def commit_one_row_less(patch: pytest.MonkeyPatch) -> None:

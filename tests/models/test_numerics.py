@@ -14,7 +14,9 @@ from outrider.models.kernels import EXACT_KERNELS, PLAIN_KERNELS
 from outrider.models.numerics import NumericsChoice, chosen_linear, linear_checks, resolve_numerics
 from outrider.models.registry import load_target
 from outrider.ops import linear as linear_ops
-from outrider.ops.probe import OpCheck, ProbeOutcome
+from outrider.ops.native.library import library_for
+from outrider.ops.native.linear import PackedLinear, pack_weights
+from outrider.ops.probe import OpCheck, ProbeOutcome, run_checks
 from outrider.testing.driver import Driver, Span
 from outrider.testing.toy import ToyOptions, write_toy_checkpoint
 
@@ -159,18 +161,36 @@ def test_words_are_checked() -> None:
         NumericsChoice(probe="never")
 
 
-def test_default_geometries_are_the_default_function(dtype=torch.bfloat16) -> None:
+def test_default_geometries_are_the_default_function(torch_forms, dtype=torch.bfloat16) -> None:
     shapes = [(5000, 8), (6000, 8), (24, 8)]
     checks = linear_checks("linear", shapes, dtype, CPU)
     assert [check.name for check in checks] == ["linear 24x8", "linear 4096x8"]
     geometries = {check.name: check.geometries[0] for check in checks}
-    assert chosen_linear("linear", shapes, dtype, geometries) is linear_ops.linear
+    assert chosen_linear("linear", shapes, dtype, CPU, geometries) is linear_ops.linear
+
+
+def test_the_native_form_takes_the_weights_for_which_it_holds() -> None:
+    native = library_for(torch.bfloat16, CPU)
+    if native is None:
+        pytest.skip("no native operations on this machine")
+    shapes = [(64, 8), (24, 8)]
+    checks = linear_checks("linear", shapes, torch.bfloat16, CPU)
+    assert {check.geometries[0] for check in checks} == {native.geometry}
+    assert run_checks(checks).geometries == {check.name: native.geometry for check in checks}
+    geometries = {"linear 64x8": native.geometry, "linear 24x8": "up to 32 rows a call"}
+    product = chosen_linear("linear", shapes, torch.bfloat16, CPU, geometries)
+    weights = [torch.randn(shape).bfloat16() for shape in shapes]
+    pack_weights(product, weights)
+    x = torch.randn(3, 8).bfloat16()
+    assert torch.equal(product(x, weights[1]), linear_ops.linear(x, weights[1]))
+    assert isinstance(product, PackedLinear) and len(product._packed) == 1
+    assert all(len(check.geometries) == 4 for check in linear_checks("router", shapes, torch.float32, CPU))
 
 
 def test_a_replaced_geometry_reaches_every_weight_it_stands_for() -> None:
     shapes = [(5000, 8), (6000, 8), (24, 8)]
     geometries = {"linear 24x8": "up to 32 rows a call", "linear 4096x8": "exactly 1 rows a call"}
-    table = chosen_linear("linear", shapes, torch.bfloat16, geometries)
+    table = chosen_linear("linear", shapes, torch.bfloat16, CPU, geometries)
     assert isinstance(table, linear_ops.LinearTable)
     single = linear_ops.RowTiles(num_rows=1, padded=True)
     assert table.tiles == {(5000, 8): single, (6000, 8): single}
@@ -182,8 +202,9 @@ def test_a_loaded_model_reports_its_probe(tmp_path, dtype) -> None:
     model = load_target(directory, dtype=dtype)
     assert model.numerics.promises_identity, model.numerics.summary()
     names = " ".join(model.numerics.geometries)
-    for part in ("linear 97x64", "router 8x64", "experts of 32 to 32", "norm of 64", "residual mix", "KDA step",
-                 "KDA chunk", "convolution", "gated norm", "decode attention", "prompt attention", "situ"):  # fmt: skip
+    for part in ("linear 97x64", "router 8x64", "experts of 32 to 32", "norm of 64", "residual mix",
+                 "KDA step", "KDA prompt", "convolution", "gated norm", "decode attention", "prompt attention",
+                 "situ"):  # fmt: skip
         assert part in names
     assert load_target(directory, dtype=dtype).numerics.source == "cached"
     fast = load_target(directory, dtype=dtype, numerics=NumericsChoice(mode="fast"))
@@ -207,7 +228,7 @@ def test_fast_is_the_same_mathematics(tmp_path, experts) -> None:
     assert (exact - fast).abs().max() <= 1e-11 * exact.abs().max()
 
 
-def test_a_model_on_a_library_with_row_dependent_kernels_keeps_its_bits(tmp_path, monkeypatch) -> None:
+def test_a_model_on_a_library_with_row_dependent_kernels_keeps_its_bits(tmp_path, monkeypatch, torch_forms) -> None:
     """The library gives other bits below 16 rows: the model must take padded tiles and stay row-invariant."""
     real = F.linear
     monkeypatch.setattr(linear_ops.F, "linear", lambda x, w: real(x, w) * (1.125 if x.shape[0] < 16 else 1))

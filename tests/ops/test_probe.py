@@ -4,13 +4,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from outrider.ops import invariant, kda, moe, probe, probe_mixers, probe_ops
+from outrider.ops import invariant, kda, kda_step, moe, probe, probe_kda, probe_mixers, probe_ops, residual
 from outrider.ops import linear as linear_ops
 from outrider.ops.activation import Activation
+from outrider.ops.kda_step import PLAIN_KDA, KdaForm, kda_commit_seats
+from outrider.ops.native.activation import NativeGlu
+from outrider.ops.native.library import library_for
+from outrider.ops.native.linear import PackedLinear
+from outrider.ops.native.norm import NativeNorm
 
 CPU = torch.device("cpu")
 SITU = Activation(name="situ", beta=4.0, linear_beta=25.0)
 SIZES = probe_mixers.MlaSizes(num_heads=3, nope_dim=16, rope_dim=8, value_dim=12, latent_dim=32)
+KDA = probe_kda.KdaSizes(num_heads=3, width=20, num_taps=4, bound=-5.0, eps=1e-5)
+OPEN_KDA = probe_kda.KdaSizes(num_heads=2, width=16, num_taps=3, bound=None, eps=1e-5)
 
 
 def every_check(dtype):
@@ -24,11 +31,12 @@ def every_check(dtype):
         probe_ops.activation_check(Activation(name="silu"), 20, dtype, CPU),
         probe_ops.sigmoid_gate_check(36, dtype, CPU),
         probe_ops.conv_check(36, 4, dtype, CPU),
-        probe_mixers.kda_check(3, 20, -5.0, dtype, CPU),
-        probe_mixers.kda_check(2, 16, None, dtype, CPU),
-        probe_mixers.kda_chunk_check(3, 20, -5.0, 16, dtype, CPU),
+        probe_kda.kda_step_check((PLAIN_KDA,), KDA, dtype, CPU),
+        probe_kda.kda_step_check((PLAIN_KDA,), OPEN_KDA, dtype, CPU),
+        probe_kda.kda_prompt_check((PLAIN_KDA,), KDA, 16, dtype, CPU),
         probe_mixers.absorbed_check(SIZES, dtype, CPU),
         probe_mixers.expanded_check(SIZES, dtype, CPU),
+        probe_ops.mix_check(5, 40, 1e-6, dtype, CPU),
     ]
 
 
@@ -68,6 +76,7 @@ PLANTED = {
     "convolution": (probe_ops, "short_conv", lambda x, *rest: x.shape[0], 7),
     "KDA update": (kda, "batch_matmul", lambda a, b: a.shape[0] // 3, 8),
     "attention": (invariant, "batch_matmul", lambda a, b: a.shape[1] // 4, 11),
+    "residual mix": (residual, "attention_residual_mix", lambda x, *rest: x.shape[1], 13),
 }
 
 
@@ -82,19 +91,70 @@ def test_an_operation_that_depends_on_the_number_of_rows_is_found(name, monkeypa
     assert found is not None and ("differs" in found)
 
 
-@pytest.mark.parametrize("index", [8, 10])
-def test_a_chunk_and_a_state_that_depend_on_company_are_found(index, monkeypatch):
+@pytest.mark.parametrize("name", ["linear", "norm", "mix", "activation"])
+def test_a_native_form_that_depends_on_the_number_of_rows_is_found(name, monkeypatch):
+    """Then the torch form, which holds, is taken."""
+    native = library_for(torch.bfloat16, CPU)
+    if native is None:
+        pytest.skip("no native operations on this machine")
+    dtype = torch.bfloat16
+    form, attribute, check = {
+        "linear": (PackedLinear, "__call__", probe_ops.linear_check("linear", (24, 40), dtype, CPU, native)),
+        "norm": (NativeNorm, "rms_norm", probe_ops.norm_check(40, 1e-6, dtype, CPU, native)),
+        "mix": (NativeNorm, "mix_norm", probe_ops.mix_check(5, 40, 1e-6, dtype, CPU, native)),
+        "activation": (NativeGlu, "__call__", probe_ops.activation_check(SITU, 24, dtype, CPU, native)),
+    }[name]
+    real = getattr(form, attribute)
+
+    def changed(*args):
+        out = real(*args)
+        rows = out[1] if name == "mix" else out
+        if rows.shape[0] > 4:
+            rows *= 1 + 2.0**-6
+        return out
+
+    assert violation(check) is None
+    monkeypatch.setattr(form, attribute, changed)
+    assert "differs" in violation(check)
+    outcome = probe.run_checks([check])
+    assert not outcome.lost and outcome.geometries[check.name] == check.geometries[1]
+
+
+def test_a_chunk_whose_state_depends_on_company_is_found(monkeypatch):
     """The state of all sequences but the first is off, as if one were read from a neighbour's seat."""
-    name = {8: "kda_recurrent", 10: "kda_chunk"}[index]
-    real = getattr(probe_mixers, name)
+    real = kda_step.kda_chunk
 
     def off(*args, **kwargs):
         result = real(*args, **kwargs)
         result.state_SHWK[1:] = result.state_SHWK[:1]
         return result
 
-    monkeypatch.setattr(probe_mixers, name, off)
-    assert violation(every_check(torch.float32)[index]) is not None
+    monkeypatch.setattr(kda_step, "kda_chunk", off)
+    assert violation(every_check(torch.float32)[10]) is not None
+
+
+def commits_into_a_neighbours_seat(seats, slots_S, rows_SM, num_committed_S):
+    kda_commit_seats(seats, slots_S, rows_SM, num_committed_S)
+    seats.state_BHWK[:, slots_S[1:]] = seats.state_BHWK[:, slots_S[:1]]
+
+
+def commits_a_row_too_many(seats, slots_S, rows_SM, num_committed_S):
+    kda_commit_seats(seats, slots_S, rows_SM, (num_committed_S + 1).clamp_max(rows_SM.shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("commit", "expected"),
+    [
+        (commits_into_a_neighbours_seat, "differs from the row alone"),
+        (commits_a_row_too_many, "the commit of 2 rows of"),
+    ],
+)
+def test_a_commit_that_does_not_fit_its_step_is_found(commit, expected):
+    form = KdaForm(name="off", bind_step=PLAIN_KDA.bind_step, bind_prompt=PLAIN_KDA.bind_prompt, commit=commit)
+    check = probe_kda.kda_step_check((form, PLAIN_KDA), KDA, torch.float32, CPU)
+    assert expected in violation(check)
+    outcome = probe.run_checks([check])
+    assert not outcome.lost and outcome.geometries[check.name] == "torch"
 
 
 def test_a_leak_of_a_neighbours_nan_is_found():

@@ -6,12 +6,12 @@ Operations that the start-up probe checks are here at more row counts; `test_pro
 import pytest
 import torch
 
-from outrider.models.kimi_k3.residual import attention_residual_mix
 from outrider.ops import activation, conv, invariant, moe, norm, rope, select
 from outrider.ops.block_attention import BlockMask, block_attention
 from outrider.ops.linear import linear, linear_padded
 from outrider.ops.paged import paged_keys
 from outrider.ops.probe import FILLS, company_violation
+from outrider.ops.residual import attention_residual_mix
 from outrider.ops.spans import spans_from_lengths
 
 CASES = [(num_rows, FILLS[num_rows % 3]) for num_rows in range(2, 41)] + [

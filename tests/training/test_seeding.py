@@ -9,7 +9,7 @@ from outrider.training.dspark import Blocks, DrafterConfig, DSparkForTraining
 from outrider.training.kimi_k3 import KimiK3ForTraining
 from outrider.training.layers import TrainConfig
 from outrider.training.seeding import LAGS, PinnedLags, ResidualLayout, lag_directions, reseed_lags, seed_copying
-from outrider.training.seeding_dspark import seed_drafter
+from outrider.training.seeding_dspark import PinnedCopying, seed_drafter
 
 VOCAB, SEGMENT = 512, 56
 CONFIG = TrainConfig(
@@ -36,17 +36,17 @@ CONFIG = TrainConfig(
 DRAFTER = DrafterConfig(
     hidden_size=192,
     num_layers=2,
-    num_heads=4,
+    num_heads=8,
     num_kv_heads=2,
-    head_dim=64,
+    head_dim=96,
     intermediate_size=64,
     block_rows=7,
     mask_token_id=VOCAB - 1,
-    aux_layer_ids=(1, 3, 5),
+    aux_layer_ids=(1, 2, 5),
     target_vocab_size=VOCAB,
     draft_vocab_size=VOCAB,
     markov_rank=16,
-    rope_theta=1e8,
+    rope_theta=1e12,
 )
 
 
@@ -119,15 +119,45 @@ def test_reseeding_brings_lost_lags_back(seeded):
     assert not layer.o_proj.weight[lag, 84:].any()
 
 
-def test_seeded_drafter_copies_four_tokens_ahead(seeded):
+@pytest.fixture(scope="module")
+def seeded_drafter(seeded) -> DSparkForTraining:
     sample = torch.randint(0, VOCAB - 1, (8, 128), generator=torch.Generator().manual_seed(2))
     torch.manual_seed(1)
     drafter = DSparkForTraining(DRAFTER).requires_grad_(False)
     drafter.lm_head.weight.copy_(seeded.lm_head.weight)
-    seed_drafter(drafter, seeded, torch.arange(VOCAB), sample, torch.cat(seeded(sample, taps=(1, 3, 5))[1], -1))
-    assert block_accuracy(drafter, seeded).min() > 0.6
-    unseeded = DSparkForTraining(replace(DRAFTER)).requires_grad_(False)
+    taps = torch.cat(seeded(sample, taps=DRAFTER.aux_layer_ids)[1], -1)
+    seed_drafter(drafter, seeded, torch.arange(VOCAB), sample, taps)
+    return drafter
+
+
+def test_seeded_drafter_copies_five_tokens_ahead(seeded, seeded_drafter):
+    assert block_accuracy(seeded_drafter, seeded).min() > 0.7
+    unseeded = DSparkForTraining(DRAFTER).requires_grad_(False)
     assert block_accuracy(unseeded, seeded).max() < 0.1
+
+
+def test_pinned_copying_survives_an_optimiser_that_moves_everything(seeded, seeded_drafter):
+    drafter = DSparkForTraining(DRAFTER).requires_grad_(False)
+    drafter.load_state_dict(seeded_drafter.state_dict())
+    pinned = PinnedCopying(drafter)
+    untouched = {name: value.clone() for name, value in drafter.state_dict().items()}
+    searching = [drafter.fc, drafter.layers[0].self_attn, drafter.layers[1].self_attn]
+    for parameter in (p for module in searching for p in module.parameters()):
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    second, size = drafter.layers[1].self_attn, DRAFTER.head_dim
+    second.o_proj.weight.copy_(untouched["layers.1.self_attn.o_proj.weight"])  # how loud copying is may be learnt
+    assert block_accuracy(drafter, seeded).max() < 0.5
+    pinned.restore()
+    assert not torch.equal(second.q_proj.weight[size:], untouched["layers.1.self_attn.q_proj.weight"][size:])
+    drafter.layers[0].self_attn.o_proj.weight[:, 4 * size :] = 0.0  # what the other heads now say
+    assert block_accuracy(drafter, seeded).min() > 0.7
+
+
+def test_a_head_too_narrow_for_the_match_is_refused(seeded):
+    drafter = DSparkForTraining(replace(DRAFTER, head_dim=64))
+    taps = torch.zeros(1, 16, 3 * 192)
+    with pytest.raises(ValueError, match="raise head_dim or rope_theta"):
+        seed_drafter(drafter, seeded, torch.arange(VOCAB), torch.zeros(1, 16, dtype=torch.int64), taps)
 
 
 def block_accuracy(drafter: DSparkForTraining, target: KimiK3ForTraining) -> torch.Tensor:
@@ -145,6 +175,6 @@ def block_accuracy(drafter: DSparkForTraining, target: KimiK3ForTraining) -> tor
         previous_BR=ids.gather(1, positions - 1),
         weights_BR=torch.ones(labels.shape),
     )
-    out = drafter(torch.cat(target(ids, taps=(1, 3, 5))[1], -1), blocks, target.embed_tokens)
+    out = drafter(torch.cat(target(ids, taps=DRAFTER.aux_layer_ids)[1], -1), blocks, target.embed_tokens)
     right = (out.logits_BRV.argmax(-1) == labels).float().unflatten(1, (-1, 7))
     return right.mean((0, 1))[:5]

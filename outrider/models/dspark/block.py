@@ -8,7 +8,7 @@ Dims: S sequences, B block rows, G drafts kept, T flat rows, D model width, A ta
 L draft layers, R cache rows, H query heads, J key/value heads, K head width, P pages.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,17 +20,17 @@ from outrider.models.dspark.drawing import DraftDraws
 from outrider.models.dspark.heads import Chain, ConfidenceHead, draft_chain, greedy_draft
 from outrider.models.dspark.joined import drafter_rotary_table, join_layer
 from outrider.models.dspark.model import DSparkModel
+from outrider.models.kernels import Kernels
 from outrider.models.numerics import UNPROBED, NumericsReport
-from outrider.ops.activation import Activation, glu_fused
+from outrider.ops.activation import Activation
 from outrider.ops.block_attention import block_attention
-from outrider.ops.linear import LinearFunction
-from outrider.ops.norm import rms_norm
+from outrider.ops.native.linear import pack_weights
 from outrider.ops.paged import PagedKeys, paged_keys
 from outrider.ops.rope import apply_half
 
-__all__ = ["BlockAnchors", "BlockPredictor", "ContextCache", "Prediction"]
+__all__ = ["SILU", "BlockAnchors", "BlockPredictor", "ContextCache", "Prediction"]
 
-_SILU = Activation(name="silu")
+SILU = Activation(name="silu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +79,11 @@ class BlockPredictor:
         model: loaded weights, in the compute dtype, on the device.
         embed: the target's input embedding, [T] -> [T, D].
         head: the target's output head, [N, D] -> [N, V]; not called for a reduced vocabulary.
-        linear: row-invariant product chosen for this process.
+        kernels: row-invariant forms chosen for this process.
         max_context: positions a sequence may reach; sizes the rotary table.
         num_draft_tokens: drafts per round; None is all of the block. Head and Markov chain run for these only.
         with_confidence: give the confidence of each draft, for a policy that reads it.
-        numerics: how ``linear`` was found.
+        numerics: how the kernels were found.
 
     Raises:
         ConfigError: more drafts than the block was trained for, or confidence asked of a drafter without it.
@@ -95,7 +95,7 @@ class BlockPredictor:
         *,
         embed: Callable[[torch.Tensor], torch.Tensor],
         head: Callable[[torch.Tensor], torch.Tensor],
-        linear: LinearFunction,
+        kernels: Kernels,
         max_context: int,
         num_draft_tokens: int | None = None,
         with_confidence: bool = False,
@@ -116,7 +116,7 @@ class BlockPredictor:
         self._model = model.requires_grad_(False)
         self._embed = embed
         self._head = head
-        self._linear = linear
+        self._kernels, self._linear, self._norm = kernels, kernels.linear, kernels.norm
         self._dtype = model.fc.weight.dtype
         self._device = model.fc.weight.device
         self._layers = [
@@ -131,6 +131,16 @@ class BlockPredictor:
             None if model.d2t is None else torch.arange(config.draft_vocab_size, device=self._device) + model.d2t
         )
         self._offsets_B = torch.arange(config.num_block_rows, device=self._device)
+        pack_weights(self._linear, self._multiplied())
+
+    def _multiplied(self) -> Iterator[torch.Tensor]:
+        """Every matrix that rows are multiplied with; the joined ones stand for the projections in them."""
+        yield self._context_kv_OD
+        for layer in self._layers:
+            yield from (layer.qkv_OD, layer.output_DO, layer.gate_up_ID, layer.down_DI)
+        for name, weight in self._model.named_parameters():
+            if not name.startswith(("layers.", "markov_head.markov_w1.")):
+                yield weight
 
     def allocate_context(self, num_cache_rows: int) -> ContextCache:
         """Cache with as many rows as the target's paged cache."""
@@ -143,12 +153,12 @@ class BlockPredictor:
         model, eps = self._model, self.config.rms_norm_eps
         if model.fc_norm is not None:
             normed = [
-                rms_norm(aux_TD, weight_D, eps)
+                self._norm(aux_TD, weight_D, eps)
                 for aux_TD, weight_D in zip(aux_hidden_TAD.unbind(1), model.fc_norm.parameters(), strict=True)
             ]
             aux_hidden_TAD = torch.stack(normed, dim=1)
         projected_TD = self._linear(aux_hidden_TAD.flatten(1), model.fc.weight)
-        return rms_norm(projected_TD, model.hidden_norm.weight, eps)
+        return self._norm(projected_TD, model.hidden_norm.weight, eps)
 
     def store_context(
         self,
@@ -173,7 +183,7 @@ class BlockPredictor:
         num_rows = aux_hidden_TAD.shape[0]
         kv_TO = self._linear(self.context_features(aux_hidden_TAD), self._context_kv_OD)
         kv_TL2JK = kv_TO.view(num_rows, config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        keys_TLJK = rms_norm(kv_TL2JK[:, :, 0], self._context_norm_L1K, config.rms_norm_eps)
+        keys_TLJK = self._norm(kv_TL2JK[:, :, 0], self._context_norm_L1K, config.rms_norm_eps)
         rotated_TNK = apply_half(keys_TLJK.flatten(1, 2), self._table, positions_T)
         cache.rows_2LRJK[0].index_copy_(1, cache_rows_T, rotated_TNK.view_as(keys_TLJK).transpose(0, 1))
         cache.rows_2LRJK[1].index_copy_(1, cache_rows_T, kv_TL2JK[:, :, 1].transpose(0, 1))
@@ -237,13 +247,13 @@ class BlockPredictor:
         )
         hidden_TD = self._embed(token_ids_SB.flatten())
         for index, layer in enumerate(self._layers):
-            normed_TD = rms_norm(hidden_TD, layer.input_norm_D, config.rms_norm_eps)
+            normed_TD = self._norm(hidden_TD, layer.input_norm_D, config.rms_norm_eps)
             attended_TO = self._attend(cache, index, normed_TD, positions_T, keys)
             hidden_TD = hidden_TD + self._linear(attended_TO, layer.output_DO)
-            normed_TD = rms_norm(hidden_TD, layer.mlp_norm_D, config.rms_norm_eps)
-            activated_TI = glu_fused(_SILU, self._linear(normed_TD, layer.gate_up_ID))
+            normed_TD = self._norm(hidden_TD, layer.mlp_norm_D, config.rms_norm_eps)
+            activated_TI = self._kernels.glu(SILU, self._linear(normed_TD, layer.gate_up_ID))
             hidden_TD = hidden_TD + self._linear(activated_TI, layer.down_DI)
-        normed_TD = rms_norm(hidden_TD, self._model.norm.weight, config.rms_norm_eps)
+        normed_TD = self._norm(hidden_TD, self._model.norm.weight, config.rms_norm_eps)
         return normed_TD.view(num_sequences, num_rows, -1)
 
     def _attend(
@@ -252,7 +262,7 @@ class BlockPredictor:
         config, layer = self.config, self._layers[index]
         num_heads, num_kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         qkv_TNK = self._linear(normed_TD, layer.qkv_OD).view(normed_TD.shape[0], -1, head_dim)
-        qk_TNK = rms_norm(qkv_TNK[:, : num_heads + num_kv_heads], layer.head_norm_NK, config.rms_norm_eps)
+        qk_TNK = self._norm(qkv_TNK[:, : num_heads + num_kv_heads], layer.head_norm_NK, config.rms_norm_eps)
         qk_TNK = apply_half(qk_TNK, self._table, positions_T)
         qk_SBNK = qk_TNK.view(-1, config.num_block_rows, num_heads + num_kv_heads, head_dim)
         qkv_SBNK = qkv_TNK.view(-1, config.num_block_rows, num_heads + 2 * num_kv_heads, head_dim)

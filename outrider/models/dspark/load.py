@@ -2,13 +2,25 @@
 
 from pathlib import Path
 
-from outrider.models.dspark.block import BlockPredictor
+import torch
+
+from outrider.models.dspark.block import SILU, BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables, load_model
-from outrider.models.dspark.config import check_target
+from outrider.models.dspark.config import DSparkConfig, check_target
 from outrider.models.dspark.model import DSparkModel
-from outrider.models.numerics import NumericsChoice, chosen_linear, linear_checks, resolve_numerics
+from outrider.models.kernels import PLAIN_KERNELS, Kernels
+from outrider.models.numerics import (
+    NumericsChoice,
+    NumericsReport,
+    chosen_linear,
+    linear_checks,
+    resolve_numerics,
+    with_native_rows,
+)
 from outrider.models.protocol import TargetModel
-from outrider.ops.linear import linear_plain
+from outrider.ops.native.library import library_for
+from outrider.ops.probe import OpCheck
+from outrider.ops.probe_ops import activation_check, activation_name, norm_check, norm_name
 
 __all__ = ["load_predictor"]
 
@@ -47,17 +59,44 @@ def load_predictor(
     )
     choice, dtype, device = numerics or NumericsChoice(), tables.embedding_VD.dtype, tables.embedding_VD.device
     shapes = _weight_shapes(model)
-    report = resolve_numerics(linear_checks(LINEAR, shapes, dtype, device), choice, dtype=dtype, device=device)
-    exact = choice.mode == "exact"
+    checks = [*linear_checks(LINEAR, shapes, dtype, device), *_row_checks(model.config, dtype, device)]
+    report = resolve_numerics(checks, choice, dtype=dtype, device=device)
+    kernels = PLAIN_KERNELS if choice.mode == "fast" else _kernels(model.config, shapes, dtype, device, report)
     return BlockPredictor(
         model,
         embed=target.embed,
         head=target.head,
-        linear=chosen_linear(LINEAR, shapes, dtype, report.geometries) if exact else linear_plain,
+        kernels=kernels,
         numerics=report,
         max_context=max_context,
         num_draft_tokens=num_draft_tokens,
         with_confidence=with_confidence,
+    )
+
+
+def _row_checks(config: DSparkConfig, dtype: torch.dtype, device: torch.device) -> list[OpCheck]:
+    """Norms and activation; attention is checked by its tests."""
+    native, eps = library_for(dtype, device), config.rms_norm_eps
+    norms = [norm_check(width, eps, dtype, device, native) for width in sorted(_norm_widths(config))]
+    return [*norms, activation_check(SILU, config.intermediate_size, dtype, device, native)]
+
+
+def _norm_widths(config: DSparkConfig) -> set[int]:
+    return {config.hidden_size, config.head_dim} | ({config.target_hidden_size} if config.aux_norm else set())
+
+
+def _kernels(
+    config: DSparkConfig, shapes: set[tuple[int, int]], dtype: torch.dtype, device: torch.device, report: NumericsReport
+) -> Kernels:
+    """Kernels in the geometries that were found."""
+    return with_native_rows(
+        Kernels(linear=chosen_linear(LINEAR, shapes, dtype, device, report.geometries)),
+        norms=[norm_name(width) for width in _norm_widths(config)],
+        mixes=[],
+        activations=[activation_name(SILU, config.intermediate_size)],
+        dtype=dtype,
+        device=device,
+        geometries=report.geometries,
     )
 
 

@@ -1,6 +1,7 @@
 """Kimi Delta Attention layer body (k3-architecture section 5).
 
-Dims: T rows, S sequences, D model width, H heads, K key width, W value width, C conv channels.
+Dims: T rows, D model width, H heads, K key width, W value width, C conv channels, I = H * W, X columns of the joint
+projection.
 """
 
 import torch
@@ -10,10 +11,7 @@ from outrider.models.kimi_k3.config import KdaConfig
 from outrider.models.kimi_k3.step import GroupIndex, StepIndex, scatter_groups
 from outrider.models.layers import Build
 from outrider.models.protocol import TargetCaches
-from outrider.ops.conv import short_conv, window_after_spans
-from outrider.ops.kda import kda_beta, kda_gate, kda_recurrent
-from outrider.ops.kda_chunk import kda_chunk
-from outrider.ops.norm import gated_rms_norm
+from outrider.ops.kda_step import KdaParameters, LayerRows, ProjectedRows
 
 __all__ = ["KDA_CHUNK", "KdaAttention"]
 
@@ -40,75 +38,52 @@ class KdaAttention(nn.Module):
         self.dt_bias = build.island_weight(inner)
         self.o_norm = build.island_weight(config.head_dim)
         self.o_proj = build.weight(hidden_size, inner)
+        self.form = build.kernels.kda
+        self.run_prompt: LayerRows | None = None
+        self.run_step: LayerRows | None = None
+
+    def prepare(self) -> None:
+        """Give the parameters to both forms of rows; call again whenever they change."""
+        parameters = self._kda_parameters()
+        self.run_prompt = self.form.bind_prompt(parameters, KDA_CHUNK)
+        self.run_step = self.form.bind_step(parameters)
+
+    def _kda_parameters(self) -> KdaParameters:
+        return KdaParameters(
+            conv_CJ=self.conv.weight.detach(),
+            a_log_H=self.a_log.weight.detach(),
+            dt_bias_HK=self.dt_bias.weight.detach().view(self.config.num_heads, self.config.head_dim),
+            o_norm_W=self.o_norm.weight.detach(),
+            lower_bound=self.config.gate_lower_bound,
+            eps=self.eps,
+        )
 
     def forward(self, x_TD: torch.Tensor, index: StepIndex, caches: TargetCaches) -> torch.Tensor:
         """Normed layer input ``[T, D]`` to attention output ``[T, D]``."""
-        inputs_TC, gate, forget, beta_TH = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
-        if self.g_b_proj is not None:
-            gate = self.linear(gate, self.g_b_proj)
-        forget = self.linear(forget, self.f_b_proj)
-        heads = (-1, self.config.num_heads, self.config.head_dim)
-        decay_THK = kda_gate(
-            forget.view(heads),
-            self.a_log.weight,
-            self.dt_bias.weight.view(heads[1:]),
-            self.config.gate_lower_bound,
+        projected_TX = self.linear(x_TD, self.in_proj)
+        gate, forget = torch.split(projected_TX, self.sections, dim=-1)[1:3]
+        forget_TI = self.linear(forget, self.f_b_proj)
+        # With a full-rank gate its columns are taken from the rows of the group, not gathered a second time.
+        gate_TI = None if self.g_b_proj is None else self.linear(gate, self.g_b_proj)
+        assert self.run_prompt is not None and self.run_step is not None, "call prepare() after filling the weights"
+        chunk_out = step_out = None
+        if (chunk := index.chunk) is not None:
+            rows, seats = self._rows(chunk, projected_TX, gate_TI, forget_TI), caches.recurrent.seats(self.cache_index)
+            chunk_out = self.run_prompt(rows, seats, chunk.state_slots_S, chunk.layout)
+        if (step := index.step) is not None:
+            rows = self._rows(step, projected_TX, gate_TI, forget_TI)
+            seats = caches.recurrent.seats(self.cache_index, num_rows=step.layout.num_rows)
+            step_out = self.run_step(rows, seats, step.state_slots_S, step.layout)
+        return self.linear(scatter_groups(index, chunk_out, step_out), self.o_proj)
+
+    def _rows(
+        self, group: GroupIndex, projected_TX: torch.Tensor, gate_TI: torch.Tensor | None, forget_TI: torch.Tensor
+    ) -> ProjectedRows:
+        """The group's rows of all projections."""
+        inputs_TC, own_gate, _, beta_TH = torch.split(group.take(projected_TX), self.sections, dim=-1)
+        return ProjectedRows(
+            inputs_TC=inputs_TC,
+            gate_TI=own_gate if gate_TI is None else group.take(gate_TI),
+            forget_TI=group.take(forget_TI),
+            beta_TH=beta_TH,
         )
-        beta_TH = kda_beta(beta_TH)
-        parts = (inputs_TC, decay_THK, beta_TH)
-        chunk, step = index.chunk, index.step
-        out_THW = scatter_groups(
-            index,
-            None if chunk is None else self._chunk(chunk, caches, *map(chunk.take, parts)),
-            None if step is None else self._step(step, index, caches, *map(step.take, parts)),
-        )
-        mixed_THW = gated_rms_norm(out_THW, self.o_norm.weight, gate.reshape(heads), self.eps)
-        return self.linear(mixed_THW.flatten(1), self.o_proj)
-
-    def _carried(self, slots_S: torch.Tensor, caches: TargetCaches) -> tuple[torch.Tensor, torch.Tensor]:
-        """Committed conv window ``[S, W, C]`` and state ``[S, H, W, K]`` of the slots."""
-        window_SWC = caches.recurrent.conv_window(self.cache_index).index_select(0, slots_S)
-        return window_SWC, caches.recurrent.state(self.cache_index).index_select(0, slots_S)
-
-    def _convolved(
-        self, group: GroupIndex, inputs_TC: torch.Tensor, window_SWC: torch.Tensor
-    ) -> tuple[torch.Tensor, ...]:
-        """q, k, v after conv and SiLU, each ``[T, H, K]``."""
-        mixed_TC = short_conv(inputs_TC, window_SWC, self.conv.weight, group.layout)
-        return torch.unbind(mixed_TC.view(-1, 3, self.config.num_heads, self.config.head_dim), dim=1)
-
-    def _chunk(
-        self,
-        group: GroupIndex,
-        caches: TargetCaches,
-        inputs_TC: torch.Tensor,
-        decay_THK: torch.Tensor,
-        beta_TH: torch.Tensor,
-    ) -> torch.Tensor:
-        """Prompt rows: chunkwise form, state and window committed at once."""
-        slots_S = group.state_slots_S
-        window_SWC, state_SHWK = self._carried(slots_S, caches)
-        q, k, v = self._convolved(group, inputs_TC, window_SWC)
-        result = kda_chunk(q, k, v, decay_THK, beta_TH, state_SHWK, group.layout, chunk_size=KDA_CHUNK)
-        window_SWC = window_after_spans(window_SWC, inputs_TC, group.layout)
-        caches.recurrent.store(self.cache_index, slots_S, result.state_SHWK, window_SWC)
-        return result.out_THW
-
-    def _step(
-        self,
-        group: GroupIndex,
-        index: StepIndex,
-        caches: TargetCaches,
-        inputs_TC: torch.Tensor,
-        decay_THK: torch.Tensor,
-        beta_TH: torch.Tensor,
-    ) -> torch.Tensor:
-        """Decode and verify rows: per-token form, everything logged, nothing committed."""
-        slots_S = group.state_slots_S
-        window_SWC, state_SHWK = self._carried(slots_S, caches)
-        q, k, v = self._convolved(group, inputs_TC, window_SWC)
-        result = kda_recurrent(q, k, v, decay_THK, beta_TH, state_SHWK, group.layout)
-        log = result.log
-        assert log is not None, "the per-token form logs every row"
-        caches.recurrent.write_log(self.cache_index, index.batch, log.u_THW, log.k_THK, log.decay_THK, inputs_TC)
-        return result.out_THW

@@ -13,7 +13,6 @@ from outrider.models.layers import Build
 from outrider.models.protocol import TargetCaches
 from outrider.ops.activation import sigmoid_gate
 from outrider.ops.attention import AbsorbedWeights, absorb_weights, mla_expanded
-from outrider.ops.norm import rms_norm
 
 __all__ = ["MlaAttention"]
 
@@ -55,9 +54,9 @@ class MlaAttention(nn.Module):
         config, eps = self.config, self.config.lora_norm_eps
         query, kv_TC, gate = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
         if self.q_norm is not None and self.q_b_proj is not None:
-            query = self.linear(rms_norm(query, self.q_norm, eps), self.q_b_proj)
+            query = self.linear(self.kernels.norm(query, self.q_norm, eps), self.q_b_proj)
         latent, shared_key = torch.split(kv_TC, [config.kv_lora_rank, config.rope_head_dim], dim=-1)
-        row_TC = torch.cat([rms_norm(latent, self.kv_norm, eps), shared_key], dim=-1)
+        row_TC = torch.cat([self.kernels.norm(latent, self.kv_norm, eps), shared_key], dim=-1)
         caches.latents.write(self.cache_index, index.batch.slot_mapping_T, row_TC)
         query_THK = query.view(-1, config.num_heads, config.qk_head_dim)
         out_THW = self._attend(query_THK, caches.latents.rows(self.cache_index), index)

@@ -20,7 +20,7 @@ from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.models.protocol import AuxStream, TargetCaches
 from outrider.ops.activation import Activation
 from outrider.ops.linear import embedding
-from outrider.ops.norm import rms_norm
+from outrider.ops.native.linear import pack_weights
 
 __all__ = ["DecoderLayer", "KimiK3Model", "cache_layouts"]
 
@@ -51,16 +51,15 @@ class DecoderLayer(nn.Module):
         else:
             self.ffn = DenseFfn(width, config.intermediate_size, activation, build)
 
-    def forward(self, entry_TD: torch.Tensor, stream: ResidualStream, index: StepIndex, caches: TargetCaches) -> None:
-        """Advance ``stream`` by both sublayers; ``entry_TD`` is what ``stream`` gave on entry."""
-        normed_TD = rms_norm(entry_TD, self.attention_norm, self.eps)
+    def forward(self, normed_TD: torch.Tensor, stream: ResidualStream, index: StepIndex, caches: TargetCaches) -> None:
+        """Advance ``stream`` by both sublayers; ``normed_TD`` is what it gave on entry, normed for the first."""
         attention_TD = self.attention(normed_TD, index, caches)
         if self.opens_block:
             stream.open_block()
             stream.restart(attention_TD)
         else:
             stream.add(attention_TD)
-        normed_TD = rms_norm(stream.read(self.ffn_mix), self.ffn_norm, self.eps)
+        _, normed_TD = stream.read_normed(self.ffn_mix, self.ffn_norm, self.eps)
         stream.add(self.ffn(normed_TD))
 
 
@@ -83,7 +82,7 @@ class KimiK3Model(nn.Module):
         self.config = config
         self.numerics = numerics
         self.dtype = build.dtype
-        self.linear = build.linear
+        self.kernels, self.linear = build.kernels, build.linear
         self.vocab_size = config.vocab_size
         self.hidden_size = config.hidden_size
         self.num_layers = config.num_layers
@@ -102,9 +101,10 @@ class KimiK3Model(nn.Module):
 
     def prepare(self) -> None:
         """Derive what the weights imply; the loader calls it after filling them."""
+        # The embedding is indexed, not multiplied with; what is no matrix or no bfloat16 is left alone.
+        pack_weights(self.linear, (weight for weight in self.parameters() if weight is not self.embedding))
         for layer in self._layers:
-            if isinstance(layer.attention, MlaAttention):
-                layer.attention.prepare()
+            layer.attention.prepare()
 
     def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
         """Tap "after layer t" for each 0-based t, in the given order; -1 is the embedding.
@@ -141,14 +141,14 @@ class KimiK3Model(nn.Module):
         Chunk rows commit their recurrent state; step rows only log. The host waits for an accelerator in
         the expert loop (rows of each expert) and in prompt chunks (chunk indices from host lists).
         """
-        stream = ResidualStream(self.embed(batch.token_ids_T), self.config.num_snapshots)
+        stream = ResidualStream(self.embed(batch.token_ids_T), self.config.num_snapshots, self.kernels.mix_norm)
         taps_TAD = self._tap_buffer(batch.num_tokens)
         if batch.num_tokens:
             index = StepIndex.of(batch)
             for i, layer in enumerate(self._layers):
-                entry_TD = stream.read(layer.attention_mix)
+                entry_TD, normed_TD = stream.read_normed(layer.attention_mix, layer.attention_norm, layer.eps)
                 self._capture(i - 1, entry_TD, stream, taps_TAD)
-                layer(entry_TD, stream, index, caches)
+                layer(normed_TD, stream, index, caches)
             if self.num_layers - 1 in self.aux_layer_ids:
                 self._capture(self.num_layers - 1, stream.read(self.output_mix), stream, taps_TAD)
         return TargetOutput(logits_NV=self._logits(stream, batch.logits_rows_N), aux_hidden_TAD=taps_TAD)
@@ -156,8 +156,8 @@ class KimiK3Model(nn.Module):
     def _logits(self, stream: ResidualStream, rows_N: torch.Tensor) -> torch.Tensor:
         if rows_N.shape[0] == 0:
             return self.embedding.new_empty(0, self.vocab_size)
-        mixed_ND = stream.read(self.output_mix, rows_N)
-        return self.head(rms_norm(mixed_ND, self.norm, self.config.rms_norm_eps))
+        _, normed_ND = stream.read_normed(self.output_mix, self.norm, self.config.rms_norm_eps, rows_N)
+        return self.head(normed_ND)
 
     def _tap_buffer(self, num_tokens: int) -> torch.Tensor | None:
         if not self.aux_layer_ids:
@@ -190,5 +190,6 @@ def cache_layouts(config: KimiK3Config, build: Build) -> tuple[PagedLayout, Recu
         state_dtype=build.island,
         conv_shape=(kda.conv_kernel_size - 1, 3 * kda.inner_size),
         conv_dtype=build.dtype,
+        fold=build.kernels.kda.commit,
     )
     return (latents, recurrent)

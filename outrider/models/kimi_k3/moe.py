@@ -10,9 +10,8 @@ from torch import nn
 
 from outrider.models.kimi_k3.config import MXFP4_GROUP, MoeConfig
 from outrider.models.layers import Build
-from outrider.ops.activation import Activation, glu_fused
+from outrider.ops.activation import Activation
 from outrider.ops.moe import PackedExperts, StackedExperts, route
-from outrider.ops.norm import rms_norm
 
 __all__ = ["DenseFfn", "ExpertForm", "MoeFfn"]
 
@@ -24,13 +23,13 @@ class DenseFfn(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, activation: Activation, build: Build) -> None:
         super().__init__()
-        self.activation, self.linear = activation, build.linear
+        self.activation, self.linear, self.glu = activation, build.linear, build.kernels.glu
         self.gate_up = build.weight(2 * intermediate_size, hidden_size)
         self.down = build.weight(hidden_size, intermediate_size)
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """``[T, D]`` to ``[T, D]``."""
-        return self.linear(glu_fused(self.activation, self.linear(x_TD, self.gate_up)), self.down)
+        return self.linear(self.glu(self.activation, self.linear(x_TD, self.gate_up)), self.down)
 
 
 class UnpackedWeights(nn.Module):
@@ -114,9 +113,9 @@ class MoeFfn(nn.Module):
             latent_TL = down_TL if self.up_proj is not None else x_TD
         out = self.kernels.experts(latent_TL, routing, self.experts.stacked(), self.activation)
         if self.routed_norm is not None:
-            out = rms_norm(out, self.routed_norm, self.eps)
+            out = self.kernels.norm(out, self.routed_norm, self.eps)
         if self.up_proj is not None:
             out = self.linear(out, self.up_proj)
         if self.shared_down is not None and shared_TJ is not None:
-            out = out + self.linear(glu_fused(self.activation, shared_TJ), self.shared_down)
+            out = out + self.linear(self.kernels.glu(self.activation, shared_TJ), self.shared_down)
         return out

@@ -8,9 +8,8 @@ import torch
 
 from outrider.models.kernels import PLAIN_KERNELS, Kernels
 from outrider.models.kimi_k3.config import KimiK3Config
-from outrider.models.kimi_k3.kda import KDA_CHUNK
 from outrider.models.kimi_k3.model import KimiK3Model
-from outrider.models.kimi_k3.residual import attention_residual_mix
+from outrider.models.kimi_k3.numerics_kda import chosen_kda, kda_checks
 from outrider.models.layers import Build, IslandParameter
 from outrider.models.numerics import (
     NumericsChoice,
@@ -18,30 +17,32 @@ from outrider.models.numerics import (
     chosen_linear,
     linear_checks,
     resolve_numerics,
+    with_native_rows,
 )
 from outrider.ops.activation import Activation
 from outrider.ops.attention import mla_absorbed
 from outrider.ops.invariant import ROW_TILE, island_dtype
 from outrider.ops.moe import routed_experts_loop
-from outrider.ops.probe import NUM_ROWS, OpCheck, company_violation, fixed_check, random_rows
+from outrider.ops.native.library import library_for
+from outrider.ops.probe import OpCheck
 from outrider.ops.probe_mixers import (
     MlaSizes,
     absorbed_check,
     absorbed_name,
     expanded_check,
-    kda_check,
-    kda_chunk_check,
     query_tile_named,
 )
 from outrider.ops.probe_ops import (
     BOTH_FORMS,
     activation_check,
-    conv_check,
+    activation_name,
     experts_check,
     experts_name,
     experts_product,
-    gated_norm_check,
+    mix_check,
+    mix_name,
     norm_check,
+    norm_name,
     sigmoid_gate_check,
 )
 
@@ -59,7 +60,9 @@ def choose_kernels(
     """The kernels a model is built with, and how they were found."""
     shapes = _weight_shapes(config)
     report = resolve_numerics(_checks(config, shapes, dtype, device), choice, dtype=dtype, device=device)
-    return PLAIN_KERNELS if choice.mode == "fast" else _kernels(config, shapes, dtype, report.geometries), report
+    if choice.mode == "fast":
+        return PLAIN_KERNELS, report
+    return _kernels(config, shapes, dtype, device, report.geometries), report
 
 
 def model_checks(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -> tuple[OpCheck, ...]:
@@ -71,18 +74,18 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
     island, moe = island_dtype(dtype), config.moe
     checks = list(linear_checks(LINEAR, shapes, dtype, device))
     activation = _activation(config)
-    inner_sizes = {config.intermediate_size}
     if moe is not None:
         width = moe.latent_size or config.hidden_size
         checks += linear_checks(ROUTER, [(moe.num_experts, config.hidden_size)], island, device)
         checks.append(experts_check(moe.num_experts, width, moe.intermediate_size, activation, dtype, device))
-        inner_sizes |= {moe.intermediate_size, moe.shared_intermediate_size} - {0}
-    checks += [activation_check(activation, inner, dtype, device) for inner in sorted(inner_sizes)]
-    checks += [norm_check(width, config.rms_norm_eps, dtype, device) for width in sorted(_norm_widths(config))]
+    native = library_for(dtype, device)
+    checks += [activation_check(activation, inner, dtype, device, native) for inner in sorted(_inner_sizes(config))]
+    checks += [norm_check(width, config.rms_norm_eps, dtype, device, native) for width in sorted(_norm_widths(config))]
     if config.attn_res_block_size is not None:
-        checks.append(_mix_check(config, dtype, device))
+        num_candidates = config.num_snapshots + 1  # what the last layer sees
+        checks.append(mix_check(num_candidates, config.hidden_size, config.rms_norm_eps, dtype, device, native))
     if config.kda_layers:
-        checks += _kda_checks(config, dtype, device)
+        checks += kda_checks(config, dtype, device)
     if config.mla_layers:
         sizes = _mla_sizes(config)
         checks += [absorbed_check(sizes, dtype, device), expanded_check(sizes, dtype, device)]
@@ -91,39 +94,16 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
     return tuple(checks)
 
 
-def _kda_checks(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -> list[OpCheck]:
-    kda = config.kda
-    heads, width, bound = kda.num_heads, kda.head_dim, kda.gate_lower_bound
-    return [
-        conv_check(3 * kda.inner_size, kda.conv_kernel_size, dtype, device),
-        kda_check(heads, width, bound, dtype, device),
-        kda_chunk_check(heads, width, bound, KDA_CHUNK, dtype, device),
-        gated_norm_check(heads, width, config.rms_norm_eps, dtype, device),
-    ]
-
-
-def _mix_check(config: KimiK3Config, dtype: torch.dtype, device: torch.device) -> OpCheck:
-    """Attention-residual mix over as many candidates as the last layer sees."""
-    width, eps = config.hidden_size, config.rms_norm_eps
-    weight_D = random_rows(width, dtype=island_dtype(dtype), device=device)
-
-    def mix(x_NBD: torch.Tensor) -> torch.Tensor:
-        return attention_residual_mix(x_NBD.transpose(0, 1).contiguous(), weight_D, eps)
-
-    def find() -> str | None:
-        shape = (NUM_ROWS, config.num_snapshots + 1, width)
-        return company_violation(mix, random_rows(*shape, dtype=dtype, device=device, seed=2))
-
-    return fixed_check(f"residual mix of {width}", find)
-
-
-def _kernels(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, geometries: Mapping[str, str]) -> Kernels:
+def _kernels(
+    config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: torch.device, geometries: Mapping[str, str]
+) -> Kernels:
     """Kernels in the geometries that were found; a default geometry is the default function."""
-    chosen = Kernels(linear=chosen_linear(LINEAR, shapes, dtype, geometries))
+    chosen = Kernels(linear=chosen_linear(LINEAR, shapes, dtype, device, geometries))
     moe = config.moe
     if moe is not None:
         router_shape = (moe.num_experts, config.hidden_size)
-        chosen = replace(chosen, router=chosen_linear(ROUTER, [router_shape], island_dtype(dtype), geometries))
+        router = chosen_linear(ROUTER, [router_shape], island_dtype(dtype), device, geometries)
+        chosen = replace(chosen, router=router)
         geometry = geometries[experts_name(moe.latent_size or config.hidden_size, moe.intermediate_size)]
         if geometry != BOTH_FORMS:
             product = experts_product(geometry, dtype)
@@ -132,7 +112,17 @@ def _kernels(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, geometrie
         row_tile = query_tile_named(geometries[absorbed_name(_mla_sizes(config))])
         if row_tile != ROW_TILE:
             chosen = replace(chosen, absorbed=partial(mla_absorbed, row_tile=row_tile))
-    return chosen
+    if config.kda_layers:
+        chosen = replace(chosen, kda=chosen_kda(config, dtype, device, geometries))
+    return with_native_rows(
+        chosen,
+        norms=[norm_name(width) for width in _norm_widths(config)],
+        mixes=[(norm_name if config.attn_res_block_size is None else mix_name)(config.hidden_size)],
+        activations=[activation_name(_activation(config), inner) for inner in _inner_sizes(config)],
+        dtype=dtype,
+        device=device,
+        geometries=geometries,
+    )
 
 
 def _activation(config: KimiK3Config) -> Activation:
@@ -148,6 +138,12 @@ def _mla_sizes(config: KimiK3Config) -> MlaSizes:
         value_dim=mla.v_head_dim,
         latent_dim=mla.kv_lora_rank,
     )
+
+
+def _inner_sizes(config: KimiK3Config) -> set[int]:
+    moe = config.moe
+    routed = set() if moe is None else {moe.intermediate_size, moe.shared_intermediate_size} - {0}
+    return {config.intermediate_size} | routed
 
 
 def _norm_widths(config: KimiK3Config) -> set[int]:

@@ -7,33 +7,9 @@ import torch
 from torch import nn
 
 from outrider.models.layers import Build
-from outrider.ops.invariant import exp, island_dtype
+from outrider.ops.residual import MixNormFunction, attention_residual_mix, residual_mix_norm
 
-__all__ = ["ResidualMix", "ResidualStream", "attention_residual_mix"]
-
-
-def attention_residual_mix(candidates_BTD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
-    """Softmax mixture of the candidates per row (section 4.2), island dtype until the last rounding.
-
-    Args:
-        candidates_BTD: Snapshots and prefix, compute dtype, the candidate dim first.
-        weight_D: Fused scoring vector ``norm * proj``, island dtype.
-        eps: Of the weightless RMSNorm of each candidate.
-
-    Returns:
-        ``[T, D]`` in the dtype of the candidates. Sums over the width run along the last, contiguous
-        dim; sums over candidates run in ascending order, so a row's bits are its own.
-    """
-    wide_BTD = candidates_BTD.to(island_dtype(candidates_BTD.dtype))
-    inverse_BT1 = torch.rsqrt(wide_BTD.square().mean(-1, keepdim=True) + eps)
-    scores_TB = (wide_BTD * inverse_BT1 * weight_D).sum(-1).t().contiguous()
-    shares_TB = exp(scores_TB - scores_TB.amax(-1, keepdim=True))
-    shares_TB = shares_TB / shares_TB.sum(-1, keepdim=True)
-    first_TD, *others = (wide_BTD * shares_TB.t()[..., None]).unbind(0)
-    mixed_TD = first_TD
-    for other_TD in others:
-        mixed_TD = mixed_TD + other_TD
-    return mixed_TD.to(candidates_BTD.dtype)
+__all__ = ["ResidualMix", "ResidualStream"]
 
 
 class ResidualMix(nn.Module):
@@ -53,39 +29,59 @@ class ResidualStream:
     """Snapshots and prefix in one slab; the last live plane is the prefix.
 
     Opening a block turns the prefix plane into a snapshot by moving on to the next plane, so nothing is
-    copied and every view has one stride: plane first, rows contiguous inside it.
+    copied and every view has one stride: plane first, rows contiguous inside it. The last sublayer output
+    waits for the next read, which adds it in the call that mixes and norms.
+
+    Args:
+        embedded_TD: What the stream starts with.
+        num_snapshots: How many blocks will be opened.
+        mix_norm: Form of the read.
     """
 
-    def __init__(self, embedded_TD: torch.Tensor, num_snapshots: int) -> None:
+    def __init__(
+        self, embedded_TD: torch.Tensor, num_snapshots: int, mix_norm: MixNormFunction = residual_mix_norm
+    ) -> None:
         self._planes_BTD = embedded_TD.new_empty(num_snapshots + 1, *embedded_TD.shape)
         self._planes_BTD[0] = embedded_TD
         self._num_snapshots = 0
+        self._mix_norm = mix_norm
+        self._waiting_TD: torch.Tensor | None = None
 
     @property
     def prefix_TD(self) -> torch.Tensor:
         """The running sum; a view that the next addition changes."""
+        self._settle()
         return self._planes_BTD[self._num_snapshots]
 
     @property
     def candidates_BTD(self) -> torch.Tensor:
         """Snapshots in order, then the prefix; a view."""
+        self._settle()
         return self._planes_BTD[: self._num_snapshots + 1]
 
-    def read(self, mix: ResidualMix | None, rows_N: torch.Tensor | None = None) -> torch.Tensor:
-        """What the next sublayer norms: the mixture, or the prefix without a mix or snapshots.
-
-        ``rows_N`` restricts the work to some rows.
-        """
+    def read(self, mix: ResidualMix | None) -> torch.Tensor:
+        """What the next sublayer norms: the mixture, or the prefix without a mix or snapshots."""
         candidates_BTD = self.candidates_BTD
-        if rows_N is not None:
-            candidates_BTD = candidates_BTD.index_select(1, rows_N)
         if mix is None or self._num_snapshots == 0:
             return candidates_BTD[-1]
         mixed_TD: torch.Tensor = mix(candidates_BTD)
         return mixed_TD
 
+    def read_normed(
+        self, mix: ResidualMix | None, norm_weight_D: torch.Tensor, eps: float, rows_N: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """What ``read`` gives, and its norm; ``rows_N`` restricts both to some rows."""
+        if rows_N is None:
+            candidates_BTD, waiting_TD = self._planes_BTD[: self._num_snapshots + 1], self._waiting_TD
+            self._waiting_TD = None
+        else:
+            candidates_BTD, waiting_TD = self.candidates_BTD.index_select(1, rows_N), None
+        mix_weight_D = None if mix is None else mix.weight.weight
+        return self._mix_norm(candidates_BTD, waiting_TD, mix_weight_D, norm_weight_D, eps)
+
     def open_block(self) -> None:
         """Freeze the prefix as a snapshot; ``restart`` must follow before the next read."""
+        self._settle()
         self._num_snapshots += 1
 
     def restart(self, out_TD: torch.Tensor) -> None:
@@ -93,5 +89,11 @@ class ResidualStream:
         self.prefix_TD.copy_(out_TD)
 
     def add(self, out_TD: torch.Tensor) -> None:
-        """Any other sublayer output: rounded sum in the compute dtype."""
-        self.prefix_TD.add_(out_TD)
+        """Any other sublayer output: rounded sum in the compute dtype. It must not change before the next read."""
+        self._settle()
+        self._waiting_TD = out_TD
+
+    def _settle(self) -> None:
+        if self._waiting_TD is not None:
+            self._planes_BTD[self._num_snapshots].add_(self._waiting_TD)
+            self._waiting_TD = None

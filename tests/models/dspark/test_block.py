@@ -8,6 +8,7 @@ import torch
 from outrider.errors import ConfigError, EngineFault
 from outrider.models.dspark.block import BlockAnchors, BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables, load_model
+from outrider.models.kernels import EXACT_KERNELS
 from outrider.ops.linear import embedding, linear
 from outrider.testing.reference_dspark import ReferenceDSpark, ReferenceShape
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
@@ -69,7 +70,7 @@ class Toy:
             load_model(self.directory, tables, dtype=dtype, device=torch.device("cpu")),
             embed=lambda ids: embedding(ids, embedding_VD),
             head=lambda rows: linear(rows, head_VD),
-            linear=linear,
+            kernels=EXACT_KERNELS,
             max_context=MAX_CONTEXT,
             num_draft_tokens=num_draft_tokens,
             with_confidence=with_confidence and self.options.confidence != "none",
@@ -288,7 +289,7 @@ def test_confidence_needs_a_head(tmp_path):
     tables = TargetTables(embedding_VD=toy.embedding_VD, head_VD=toy.head_VD)
     model = load_model(tmp_path, tables, dtype=F64, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="no confidence head"):
-        BlockPredictor(model, embed=len, head=len, linear=linear, max_context=9, with_confidence=True)
+        BlockPredictor(model, embed=len, head=len, kernels=EXACT_KERNELS, max_context=9, with_confidence=True)
 
 
 def test_nan_drafts_are_ids_in_range(tmp_path):
@@ -320,7 +321,7 @@ def test_joining_keeps_names_values_and_memory(tmp_path):
     toy = make_toy(tmp_path, VARIANTS["vanilla"])
     tables = TargetTables(embedding_VD=toy.embedding_VD, head_VD=toy.head_VD)
     model = load_model(tmp_path, tables, dtype=F64, device=torch.device("cpu"))
-    BlockPredictor(model, embed=lambda x: x, head=lambda x: x, linear=linear, max_context=MAX_CONTEXT)
+    BlockPredictor(model, embed=lambda x: x, head=lambda x: x, kernels=EXACT_KERNELS, max_context=MAX_CONTEXT)
     state = model.state_dict()
     assert state.keys() == toy.weights.keys()
     assert all(torch.equal(state[name], toy.weights[name]) for name in state)

@@ -4,7 +4,8 @@ import torch
 
 from outrider.models.dspark.block import BlockAnchors, BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables, load_model
-from outrider.ops.linear import embedding, linear
+from outrider.models.kernels import EXACT_KERNELS
+from outrider.ops.linear import embedding
 from outrider.training.dspark import Blocks, DrafterConfig, DSparkForTraining
 from outrider.training.export import drafter_config, write_drafter
 
@@ -43,7 +44,7 @@ def trained_and_loaded(directory):
         model,
         embed=lambda ids: embedding(ids, table),
         head=lambda rows: rows,
-        linear=linear,
+        kernels=EXACT_KERNELS,
         max_context=64,
         with_confidence=True,
     )

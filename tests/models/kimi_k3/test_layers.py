@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from outrider.models.kimi_k3.residual import ResidualStream, attention_residual_mix
+from outrider.models.kimi_k3.residual import ResidualStream
 from outrider.models.layers import Build, IslandParameter
+from outrider.ops.residual import attention_residual_mix
 from outrider.testing.driver import Driver, Span
 from outrider.testing.reference_k3 import reference_forward
 from outrider.testing.toy import toy_config, toy_tensors
