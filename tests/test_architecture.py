@@ -20,6 +20,8 @@ FLAGS = {
     "Demo": "model drafter max_tokens threads numerics probe",
     "Bench": "kind",
     "BenchNumerics": "model rows context repeats threads dtype device experts json",
+    "BenchAcceptance": "model drafter prompts tiers temperatures rules seed num_prompts max_tokens concurrency threads "
+    "speculation dtype device experts numerics probe json",
     "BenchStep": "model random drafter rows slots context repeats synthetic_acceptance threads dtype device experts "
     "numerics probe json plot record",
     "BenchStartup": "model drafter repeats threads dtype device experts numerics probe json record",

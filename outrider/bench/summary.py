@@ -10,7 +10,16 @@ import numpy as np
 from outrider.bench.loops import ends_in_loop
 from outrider.bench.records import PHASES, PassRecord, PromptRecord
 
-__all__ = ["ArmSummary", "CellSummary", "identical_outputs", "speed_ratio", "summarise_arm", "summarise_cell"]
+__all__ = [
+    "INTERVAL_PERCENT",
+    "NUM_RESAMPLES",
+    "ArmSummary",
+    "CellSummary",
+    "identical_outputs",
+    "speed_ratio",
+    "summarise_arm",
+    "summarise_cell",
+]
 
 NUM_RESAMPLES = 2000
 INTERVAL_PERCENT = (2.5, 97.5)

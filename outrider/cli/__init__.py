@@ -13,6 +13,7 @@ import tyro
 from outrider.cli.arguments import (
     Bench,
     BenchAb,
+    BenchAcceptance,
     BenchNumerics,
     BenchStartup,
     BenchStep,
@@ -24,6 +25,7 @@ from outrider.cli.arguments import (
     Verify,
 )
 from outrider.cli.bench import run_bench_ab
+from outrider.cli.bench_acceptance import run_bench_acceptance
 from outrider.cli.bench_numerics import run_bench_numerics
 from outrider.cli.bench_startup import run_bench_startup
 from outrider.cli.bench_step import run_bench_step
@@ -104,5 +106,7 @@ def _run_bench(command: Bench) -> int:
             return run_bench_numerics(kind)
         case BenchStep() as kind:
             return run_bench_step(kind)
+        case BenchAcceptance() as kind:
+            return run_bench_acceptance(kind)
         case BenchStartup() as kind:
             return run_bench_startup(kind)

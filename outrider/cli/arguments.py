@@ -4,14 +4,16 @@ A new flag is a new field here and a new line in the frozen list of tests/test_a
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
-from tyro.constructors import PrimitiveConstructorSpec
+
+from outrider.cli.flags import Acceptance, Biases, Dtype, Experts, Ints, Model, Names, Numerics, Probe, Reals
 
 __all__ = [
     "Bench",
     "BenchAb",
+    "BenchAcceptance",
     "BenchNumerics",
     "BenchStartup",
     "BenchStep",
@@ -22,57 +24,6 @@ __all__ = [
     "Logits",
     "Verify",
 ]
-
-
-def _comma_separated(
-    kind: type[int] | type[float] | type[str], metavar: str
-) -> PrimitiveConstructorSpec[tuple[int | float | str, ...]]:
-    """One argument such as 1,2,3 that becomes a tuple."""
-
-    def parse(arguments: list[str]) -> tuple[int | float | str, ...]:
-        return tuple(kind(part.strip()) for part in arguments[0].split(",") if part.strip())
-
-    def show(value: tuple[int | float | str, ...]) -> list[str]:
-        return [",".join(str(part) for part in value)]
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=metavar,
-        instance_from_str=parse,
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=show,
-    )
-
-
-def _biases() -> PrimitiveConstructorSpec[tuple[tuple[int, float], ...]]:
-    """One argument such as 17:-100,5:2.5 that becomes pairs of a token id and a number."""
-
-    def parse(arguments: list[str]) -> tuple[tuple[int, float], ...]:
-        pairs = (part.partition(":") for part in arguments[0].split(",") if part.strip())
-        return tuple((int(token_id), float(bias)) for token_id, _, bias in pairs)
-
-    def show(value: tuple[tuple[int, float], ...]) -> list[str]:
-        return [",".join(f"{token_id}:{bias}" for token_id, bias in value)]
-
-    return PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="ID:BIAS,ID:BIAS",
-        instance_from_str=parse,
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=show,
-    )
-
-
-Ints = Annotated[tuple[int, ...], _comma_separated(int, "1,2,3")]
-Rates = Annotated[tuple[float, ...], _comma_separated(float, "0.9,0.8")]
-Biases = Annotated[tuple[tuple[int, float], ...], _biases()]
-Names = Annotated[tuple[str, ...], _comma_separated(str, "a,b")]
-Dtype = Literal["auto", "float64", "float32", "bfloat16"]
-Experts = Literal["auto", "unpacked", "packed"]
-Acceptance = Literal["match", "rejection", "block"]
-Numerics = Literal["exact", "fast"]
-Probe = Literal["auto", "force", "skip"]
-Model = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,6 +151,48 @@ class BenchAb:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BenchAcceptance:
+    """Sample answers under each rule of acceptance and count the drafts that stand."""
+
+    model: Model
+    """Target checkpoint directory, or its name under models/."""
+    drafter: str
+    """Drafter checkpoint directory, or its name under models/."""
+    prompts: str
+    """JSONL file with question_id, category, sub_category and turns."""
+    tiers: Names = ("low_entropy", "mixed", "high_entropy")
+    """Categories to measure, each with cells of its own."""
+    temperatures: Reals = (0.7, 1.0)
+    """Temperatures above 0, each with cells of its own."""
+    rules: Names = ("match", "rejection", "block")
+    """Rules of acceptance, each a cell of its own."""
+    seed: int = 0
+    """Of the first prompt; each further prompt draws with the next one."""
+    num_prompts: int = 8
+    """Prompts per tier, taking turns over sub_category; the same for all temperatures and rules."""
+    max_tokens: int = 128
+    """Tokens per answer at most."""
+    concurrency: int = 4
+    """Answers in flight; with exact numerics they do not depend on it."""
+    threads: int = 1
+    """CPU threads; 0 = PyTorch's default."""
+    speculation: str = "auto"
+    """Drafts per round: auto or a number."""
+    dtype: Dtype = "auto"
+    """Number format of the models; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    experts: Experts = "unpacked"
+    """Routed experts as bfloat16 (unpacked) or as MXFP4 (packed, for models that do not fit); equal values."""
+    numerics: Numerics = "exact"
+    """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    probe: Probe = "auto"
+    """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
+    json: str = ""
+    """File for the results."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BenchNumerics:
     """Measure what exact numerics costs: the time of a decode step with exact and with fast numerics, in turns."""
 
@@ -244,7 +237,7 @@ class BenchStep:
     """Committed tokens of each sequence."""
     repeats: int = 30
     """Turns; in each, every step runs once, and with --synthetic-acceptance one speculative round."""
-    synthetic_acceptance: Rates = ()
+    synthetic_acceptance: Reals = ()
     """Also run whole rounds in which draft i stands with the i-th rate, given that all before it do."""
     threads: int = 1
     """CPU threads; 0 = PyTorch's default."""
@@ -301,6 +294,7 @@ class Bench:
     kind: (
         Annotated[BenchAb, tyro.conf.subcommand("ab")]
         | Annotated[BenchNumerics, tyro.conf.subcommand("numerics")]
+        | Annotated[BenchAcceptance, tyro.conf.subcommand("acceptance")]
         | Annotated[BenchStep, tyro.conf.subcommand("step")]
         | Annotated[BenchStartup, tyro.conf.subcommand("startup")]
     )

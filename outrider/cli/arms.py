@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from outrider.bench.closed_loop import TokenisedPrompt
-from outrider.bench.workload import BenchPrompt
+from outrider.bench.workload import BenchPrompt, PromptSet, draw_prompts
 from outrider.cli.runtime import loading_bar
 from outrider.engine.llm import LLM
 from outrider.errors import ConfigError, RequestError
@@ -20,6 +20,7 @@ __all__ = [
     "ArmOptions",
     "Ticker",
     "answer_sampling",
+    "draw_tiers",
     "open_arms",
     "tokenise",
     "tokenizer_of",
@@ -114,6 +115,22 @@ def usable_prompts(
             len(wanted) - len(fitting), len(wanted), room, llm.max_model_len, max_tokens,
         )  # fmt: skip
     return fitting
+
+
+def draw_tiers(
+    prompt_set: PromptSet, tiers: Sequence[str], num_prompts: int, llm: LLM, max_tokens: int
+) -> dict[str, tuple[BenchPrompt, ...]]:
+    """Prompts to measure with, by tier; says where a tier has fewer than ``num_prompts``.
+
+    Raises:
+        RequestError: a tier has no usable prompt.
+    """
+    usable = usable_prompts(prompt_set.prompts, tiers, llm, max_tokens)
+    drawn = {tier: draw_prompts(usable, tier, num_prompts) for tier in tiers}
+    for tier, prompts in drawn.items():
+        if len(prompts) < num_prompts:
+            logger.warning("%s: %d usable prompts, fewer than the %d asked for", tier, len(prompts), num_prompts)
+    return drawn
 
 
 class Ticker:

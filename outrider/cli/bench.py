@@ -11,9 +11,9 @@ from outrider.bench.ab import run_cell
 from outrider.bench.ledger import LEDGER, append_row, environment
 from outrider.bench.report import cell_table, cells_to_json, round_table, summary_line
 from outrider.bench.summary import CellSummary
-from outrider.bench.workload import PromptSet, draw_prompts, load_prompt_set
+from outrider.bench.workload import PromptSet, load_prompt_set
 from outrider.cli.arguments import BenchAb
-from outrider.cli.arms import ArmOptions, Ticker, answer_sampling, open_arms, tokenise, tokenizer_of, usable_prompts
+from outrider.cli.arms import ArmOptions, Ticker, answer_sampling, draw_tiers, open_arms, tokenise, tokenizer_of
 from outrider.cli.checkpoints import resolve_checkpoint
 from outrider.cli.runtime import parse_speculation, prepare_output, resolve_dtype, set_threads, write_output
 from outrider.engine.llm import LLM
@@ -102,13 +102,7 @@ def _check(command: BenchAb) -> None:
 
 def _measure(command: BenchAb, prompt_set: PromptSet, arms: dict[str, LLM]) -> list[CellSummary]:
     first = next(iter(arms.values()))
-    usable = usable_prompts(prompt_set.prompts, command.tiers, first, command.max_tokens)
-    drawn = {tier: draw_prompts(usable, tier, command.num_prompts) for tier in command.tiers}
-    for tier, prompts in drawn.items():
-        if len(prompts) < command.num_prompts:
-            logger.warning(
-                "%s: %d usable prompts, fewer than the %d asked for", tier, len(prompts), command.num_prompts
-            )
+    drawn = draw_tiers(prompt_set, command.tiers, command.num_prompts, first, command.max_tokens)
     ticker = Ticker()
     cells = []
     for tier, prompts in drawn.items():

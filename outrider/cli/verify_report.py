@@ -88,6 +88,7 @@ def grid_table(report: Report) -> Table:
         table.add_column(heading, justify="right")
     table.add_column("prompts and steps")
     table.add_column("decoding")
+    table.add_column("seats and\nwho drafts")
     for heading in ("steps", "tokens/\nround", "accepted/\ndrafted", "s"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("streams")
@@ -100,6 +101,7 @@ def grid_table(report: Report) -> Table:
             str(cell.concurrency),
             cell.split.name,
             cell.decoding.label,
+            _disturbance(result),
             str(result.num_steps),
             f"{result.tokens_per_round:.2f}",
             f"{result.num_accepted}/{result.num_drafted}" if cell.num_drafts else "-",
@@ -107,6 +109,12 @@ def grid_table(report: Report) -> Table:
             outcome if result.fault is None else f"{outcome}; engine stopped",
         )
     return table
+
+
+def _disturbance(result: CellResult) -> str:
+    """What was unusual about the seats and who drafted."""
+    disturbance = result.cell.disturbance
+    return disturbance if result.cell.preemption == "none" else f"{disturbance}, {result.num_preempted} lost"
 
 
 def difference_table(report: Report, tokenizer: Tokenizer) -> Table:
@@ -147,6 +155,7 @@ def _show(token_id: int | None, end: str, tokenizer: Tokenizer) -> str:
 def verdict(report: Report) -> list[str]:
     """The last lines of the report."""
     lines = [f"engine stopped: {result.cell.label}: {result.fault}" for result in report.results if result.fault]
+    lines.extend(_idle_lines(report))
     outcome = "identical" if report.identical else "DIFFERENT"
     num_differing = len({difference.prompt for difference in report.differences})
     detail = "" if report.identical else f", {num_differing} prompts differ"
@@ -177,6 +186,16 @@ def _tap_lines(taps: tuple[TapArm, ...]) -> list[str]:
             else f"taps {names[best.shift]} are accepted better: check aux_layer_convention in the drafter's config"
         )
     return lines
+
+
+def _idle_lines(report: Report) -> list[str]:
+    """Cells in which what they are there for did not happen, so that they prove less than they seem to."""
+    idle = [(result, "drafted") for result in report.results if result.cell.num_drafts and not result.num_drafted]
+    calm = [(r, "preempted") for r in report.results if r.cell.preemption != "none" and not r.num_preempted]
+    return [
+        f"note: nothing was {verb} in: {result.cell.label}; give more prompts or raise --max-tokens"
+        for result, verb in idle + calm
+    ]
 
 
 def _acceptance_line(report: Report) -> str:
@@ -226,6 +245,8 @@ def _cell_key(cell: Cell) -> dict[str, object]:
         "split": cell.split.name,
         "temperature": cell.decoding.temperature,
         "seed": cell.decoding.seed,
+        "preemption": cell.preemption,
+        "speculating": cell.speculating,
     }
 
 
@@ -235,6 +256,7 @@ def _cell_row(result: CellResult, report: Report) -> dict[str, object]:
         "num_steps": result.num_steps,
         "num_drafted": result.num_drafted,
         "num_accepted": result.num_accepted,
+        "num_preempted": result.num_preempted,
         "tokens_per_round": result.tokens_per_round,
         "seconds": result.seconds,
         "num_differing": sum(difference.cell == result.cell for difference in report.differences),

@@ -4,6 +4,7 @@ The reference is *plain*: no drafter, the prompt alone in a fresh engine, comput
 choosing tokens. Every cell of the grid must repeat it, token by token, and end for the same reason.
 """
 
+import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from outrider.models.protocol import TargetModel
 from outrider.request import FinishReason, Request, RequestUpdate
 from outrider.speculative.drafter import DSparkDrafter
 from outrider.testing.grid import Cell, Decoding
-from outrider.testing.recording import recording, top_margins
+from outrider.testing.recording import draw_margins, recording, top_margins
 
 __all__ = [
     "CellResult",
@@ -34,6 +35,8 @@ __all__ = [
     "compare",
     "run_cell",
 ]
+
+ROUNDS_BETWEEN_PREEMPTIONS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +74,8 @@ class PlainRun:
     """The reference of one prompt."""
 
     stream: Stream
-    margins: tuple[float, ...]  # per position: top logit less the second; a stop id has one too
+    # Per position, a stop id included: top logit less the second, with the noise of the draw where tokens are drawn.
+    margins: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,7 @@ class CellResult:
     num_steps: int
     num_drafted: int
     num_accepted: int
+    num_preempted: int  # times that a sequence lost its seat and left state behind
     tokens_per_round: float  # per slot, the final token included
     seconds: float
     fault: str | None  # an invariant that the engine itself found broken
@@ -98,7 +103,7 @@ class Difference:
     position: int  # output position, from 0
     plain_token: int | None  # None: the stream ended before it; a stop id counts as a token
     token: int | None
-    margin: float | None  # top logit less the second, of the plain run at this position
+    margin: float | None  # of the plain run at this position
     plain_end: str
     end: str
     error: str | None
@@ -130,7 +135,13 @@ class PlainRuns:
         pair, margins = self._pair, list[float]()
 
         def watch(batch: ForwardBatch, output: TargetOutput) -> None:
-            margins.extend(top_margins(output.logits_NV))
+            if decoding.seed is None:
+                margins.extend(top_margins(output.logits_NV))
+            else:
+                positions_N = batch.positions_T[batch.logits_rows_N] + 1  # of the token that the row chooses
+                margins.extend(
+                    draw_margins(output.logits_NV, positions_N, temperature=decoding.temperature, seed=decoding.seed)
+                )
 
         config = _config(pair, EngineLimits(), num_drafts=0, concurrency=1)
         engine = build_engine(recording(pair.target, watch), None, config, device=pair.device)
@@ -157,8 +168,10 @@ def run_cell(
         progress: gets the number of prompts that just ended.
         tap_shift: layers by which the drafter taps the target later than its config says; every tap must exist.
     """
-    limits = cell.split.limits(
-        chunk_multiple=pair.target.chunk_multiple, max_model_len=pair.max_model_len, num_drafts=cell.num_drafts
+    limits = cell.limits(
+        chunk_multiple=pair.target.chunk_multiple,
+        max_model_len=pair.max_model_len,
+        prompt_lengths=[len(prompt.token_ids) for prompt in prompts],
     )
     config = _config(pair, limits, num_drafts=cell.num_drafts, concurrency=cell.concurrency)
     num_cache_rows = config.cache.num_pages * config.cache.page_size
@@ -169,8 +182,9 @@ def run_cell(
     order = list(range(len(prompts)))
     random.Random(cell.order_seed).shuffle(order)
     begin = perf_counter()
-    asked = [_request(pair, index, prompts[index], cell.decoding) for index in order]
-    streams, fault = _drive(engine, asked, progress)
+    asked = [_request(pair, index, prompts[index], cell.decoding, cell.speculates(index)) for index in order]
+    disturb = _preempting(engine, asked, cell.order_seed) if cell.preemption == "forced" else None
+    streams, fault = _drive(engine, asked, progress, disturb)
     by_prompt = dict(zip(order, streams, strict=True))
     metrics = engine.metrics
     return CellResult(
@@ -180,6 +194,7 @@ def run_cell(
         num_steps=metrics.num_steps,
         num_drafted=metrics.num_drafted,
         num_accepted=metrics.num_accepted,
+        num_preempted=metrics.num_preempted,
         tokens_per_round=metrics.accepted_length,
         seconds=perf_counter() - begin,
         fault=fault,
@@ -239,13 +254,30 @@ def _config(pair: Pair, limits: EngineLimits, *, num_drafts: int, concurrency: i
     )
 
 
-def _request(pair: Pair, index: int, prompt: VerifyPrompt, decoding: Decoding) -> Request:
-    sampling = decoding.sampling(max_tokens=pair.max_tokens, stop_token_ids=pair.stop_token_ids)
+def _request(pair: Pair, index: int, prompt: VerifyPrompt, decoding: Decoding, speculation: bool = True) -> Request:
+    sampling = decoding.sampling(
+        max_tokens=pair.max_tokens, stop_token_ids=pair.stop_token_ids, speculation=speculation
+    )
     return Request(request_id=str(index), prompt_token_ids=prompt.token_ids, sampling=sampling)
 
 
+def _preempting(engine: Engine, asked: Sequence[Request], seed: int) -> Callable[[], None]:
+    """What takes the seat of some running request, now and then, when called before every round."""
+    dice, names, rounds = random.Random(seed), [request.request_id for request in asked], itertools.count(1)
+
+    def disturb() -> None:
+        if next(rounds) % ROUNDS_BETWEEN_PREEMPTIONS == 0:
+            dice.shuffle(names)
+            any(engine.preempt(name) for name in names)  # the first of them that has a seat
+
+    return disturb
+
+
 def _drive(
-    engine: Engine, asked: Sequence[Request], progress: Callable[[int], None] | None = None
+    engine: Engine,
+    asked: Sequence[Request],
+    progress: Callable[[int], None] | None = None,
+    before_round: Callable[[], None] | None = None,
 ) -> tuple[list[Stream], str | None]:
     """Streams in order of ``asked``, and the invariant that broke, if one did."""
     updates: dict[str, list[RequestUpdate]] = {request.request_id: [] for request in asked}
@@ -254,6 +286,8 @@ def _drive(
         for request in asked:
             _take(updates, [engine.submit(request)], progress)
         while engine.has_work:
+            if before_round is not None:
+                before_round()
             _take(updates, engine.step(), progress)
     except (EngineFault, AssertionError) as error:  # a finding like any other, and the engine has stopped
         fault = f"{type(error).__name__}: {error}"

@@ -2,10 +2,10 @@
 
 A fault replaces one function of the engine by a wrong one while ``planted`` is open. It is the kind of
 mistake that engines really shipped: no effect on one request alone without drafts, wrong text as soon as
-drafts are rejected or requests share a step. Production code knows nothing of this module.
+drafts are rejected, requests share a step or one loses its seat. Production code knows nothing of this module.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 import outrider.engine.round
-from outrider.batch import ForwardBatch, TargetOutput
+import outrider.engine.runner
+from outrider.batch import ForwardBatch, TargetOutput, TokenChoices
 from outrider.cache.cache_set import CacheSet
 from outrider.cache.recurrent import RecurrentCache
 from outrider.engine.batching import PageTable, StepDrafts, StepSpans
+from outrider.engine.preemption import HostCopy
 from outrider.errors import ConfigError
 from outrider.ops.conv import shift_window
-from outrider.speculative.drafter import DSparkDrafter, ObservedSpans
+from outrider.speculative.drafter import Drafter, DSparkDrafter, ObservedSpans
 
 __all__ = ["FAULTS", "Fault", "find_fault", "planted"]
 
@@ -111,6 +113,40 @@ def _neighbour_row() -> AbstractContextManager[None]:
     return _replaced(outrider.engine.round, "build_batch", make)
 
 
+def _shared_noise() -> AbstractContextManager[None]:
+    """All rows of a span draw with the noise of its first row; without drafts there is no other row."""
+
+    def make(build_choices: Callable[..., TokenChoices | None]) -> Callable[..., TokenChoices | None]:
+        def wrong(spans: StepSpans, drafts: StepDrafts, vocab_size: int, device: torch.device) -> TokenChoices | None:
+            choices = build_choices(spans, drafts, vocab_size, device)
+            if choices is None:
+                return None
+            last = torch.iinfo(torch.int64).max
+            firsts_Q = torch.full_like(choices.seed_Q, last).scatter_reduce(
+                0, choices.sequence_R, choices.positions_R, "amin"
+            )
+            return replace(choices, positions_R=firsts_Q[choices.sequence_R])
+
+        return wrong
+
+    return _replaced(outrider.engine.round, "build_choices", make)
+
+
+def _window_left_behind() -> AbstractContextManager[None]:
+    """A preempted sequence comes back into another seat and finds the conv window of whoever sat there."""
+
+    def make(copy_in: Callable[..., None]) -> Callable[..., None]:
+        def wrong(caches: CacheSet, drafter: Drafter, copy: HostCopy, *, slot: int, page_ids: Sequence[int]) -> None:
+            windows_LBWD = caches.recurrent._window_LBWD
+            found_LWD = windows_LBWD[:, slot].clone()
+            copy_in(caches, drafter, copy, slot=slot, page_ids=page_ids)
+            windows_LBWD[:, slot] = found_LWD
+
+        return wrong
+
+    return _replaced(outrider.engine.runner, "copy_in", make)
+
+
 def _shifted_tap() -> AbstractContextManager[None]:
     """The drafter takes in each row's tap one position late: it drafts worse, and that is all."""
 
@@ -153,6 +189,18 @@ FAULTS: Mapping[str, Fault] = _by_name(
         summary="the bonus token is read from the next sequence's row",
         changes_output=True,
         plant=_neighbour_row,
+    ),
+    Fault(
+        name="shared-noise",
+        summary="all rows of a verify span draw with the noise of the first",
+        changes_output=True,
+        plant=_shared_noise,
+    ),
+    Fault(
+        name="window-left-behind",
+        summary="a preempted sequence comes back without its conv window",
+        changes_output=True,
+        plant=_window_left_behind,
     ),
     Fault(
         name="shifted-tap",

@@ -15,11 +15,12 @@ from outrider.testing.toy import ToyOptions, write_byte_tokenizer, write_toy_che
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
 NUM_PROMPTS, MAX_TOKENS, BLOCK = 5, 6, 2
+LONGER = 20  # more than two pages, so that sequences outgrow what they entered with
 
 
 @pytest.fixture(scope="module")
 def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The command on a pair with a byte tokenizer and a file of prompts of very different lengths."""
+    """The command on a pair with a byte tokenizer and a file of prompts of different lengths."""
     folder = tmp_path_factory.mktemp("pair")
     options = ToyOptions(num_layers=3, mla_layers=(1, 2), attn_res_block_size=2, vocab_size=600, num_experts=4)
     target = write_toy_checkpoint(folder / "target", options)
@@ -28,7 +29,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     )
     write_toy_drafter(folder / "drafter", drafter, dtype=torch.bfloat16)
     write_byte_tokenizer(target, eos_token_id=511)
-    texts = [f"question {index} " * (1 + 3 * index) for index in range(NUM_PROMPTS)]
+    texts = [f"question {index} " * (1 + index) for index in range(NUM_PROMPTS)]
     rows = [{"question_id": f"q{i}", "category": "a", "sub_category": "s", "turns": [t]} for i, t in enumerate(texts)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
     command = f"verify {target} --drafter {folder / 'drafter'} --prompts {folder / 'prompts.jsonl'}"
@@ -37,7 +38,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 def test_a_sound_engine_is_identical(line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
-    assert main([*line, "--json", str(out)]) == 0
+    assert main([*line, "--json", str(out), "--max-tokens", str(LONGER)]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
     written = json.loads(out.read_text())
     assert last.startswith(f"identical: {NUM_PROMPTS} prompts in {len(default_grid(BLOCK))} cells")
@@ -50,6 +51,23 @@ def test_a_sound_engine_is_identical(line: list[str], tmp_path: Path, capsys: py
         assert (cell["num_drafted"] > 0) == (cell["num_drafts"] > 0)
         assert (cell["num_differing"], cell["fault"]) == (0, None)
     assert any(cell["num_steps"] > cell["num_rounds"] for cell in written["cells"]), "no round was split"
+    for cell in written["cells"]:
+        assert (cell["num_preempted"] > 0) == (cell["preemption"] != "none")
+    whole, half = (
+        next(cell["num_drafted"] for cell in written["cells"] if want(cell))
+        for want in (
+            lambda cell: (cell["num_drafts"], cell["concurrency"], cell["seed"]) == (BLOCK, 8, 2),
+            lambda cell: cell["speculating"] == "half",
+        )
+    )
+    assert 0 < half < whole
+
+
+def test_a_cell_that_tests_nothing_is_named(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*line, "--max-tokens", "1"]) == 0
+    notes = [text for text in capsys.readouterr().out.splitlines() if text.startswith("note: ")]
+    num_drafting = sum(cell.num_drafts > 0 for cell in default_grid(BLOCK))
+    assert sum("nothing was drafted" in note for note in notes) == num_drafting
 
 
 @pytest.mark.parametrize("name", [name for name, fault in FAULTS.items() if fault.changes_output])

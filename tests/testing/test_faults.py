@@ -3,6 +3,7 @@
 import pytest
 
 import outrider.engine.round
+import outrider.engine.runner
 from outrider.cache.cache_set import CacheSet
 from outrider.cache.recurrent import RecurrentCache
 from outrider.engine.batching import PageTable
@@ -15,6 +16,8 @@ PLACES = (
     (RecurrentCache, "commit"),
     (PageTable, "assign"),
     (outrider.engine.round, "build_batch"),
+    (outrider.engine.round, "build_choices"),
+    (outrider.engine.runner, "copy_in"),
     (DSparkDrafter, "observe"),
 )
 
