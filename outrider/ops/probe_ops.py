@@ -68,6 +68,7 @@ __all__ = [
     "norm_name",
     "probed_shape",
     "routed_check",
+    "row_forms",
     "sigmoid_gate_check",
     "tiles_named",
 ]
@@ -204,10 +205,10 @@ def norm_check(
         norm: NormFunction = rms_norm if native is None or geometry == FIXED else NativeNorm(native).rms_norm
         return company_violation(lambda x_ND: norm(x_ND, weight_D, eps), rows_3D)
 
-    return OpCheck(name=norm_name(width), geometries=_row_forms(native), find_violation=find)
+    return OpCheck(name=norm_name(width), geometries=row_forms(native), find_violation=find)
 
 
-def _row_forms(native: Library | None) -> tuple[str, ...]:
+def row_forms(native: Library | None) -> tuple[str, ...]:
     """Geometries of an operation that has a torch form and, with a library, a native one."""
     return (FIXED,) if native is None else (native.geometry, FIXED)
 
@@ -272,7 +273,7 @@ def mix_check(
 
         return company_violation(mix, rows_3BD)
 
-    return OpCheck(name=mix_name(width), geometries=_row_forms(native), find_violation=find)
+    return OpCheck(name=mix_name(width), geometries=row_forms(native), find_violation=find)
 
 
 def mix_name(width: int) -> str:
@@ -302,7 +303,7 @@ def activation_check(
         glu: GluFunction = glu_fused if native is None or geometry == FIXED else NativeGlu(native)
         return company_violation(lambda x_NJ: glu(activation, x_NJ), rows_3J)
 
-    return OpCheck(name=activation_name(activation, inner), geometries=_row_forms(native), find_violation=find)
+    return OpCheck(name=activation_name(activation, inner), geometries=row_forms(native), find_violation=find)
 
 
 def activation_name(activation: Activation, inner: int) -> str:

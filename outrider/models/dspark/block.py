@@ -17,10 +17,11 @@ from outrider.batch import DraftBlock, DraftSampling
 from outrider.errors import ConfigError, EngineFault
 from outrider.models.dspark.config import DSparkConfig
 from outrider.models.dspark.drawing import DraftDraws
-from outrider.models.dspark.heads import Chain, ConfidenceHead, MarkovHead, draft_chain, greedy_draft
+from outrider.models.dspark.heads import Chain, ConfidenceHead, draft_chain, greedy_draft
 from outrider.models.dspark.joined import drafter_rotary_table, join_layer
 from outrider.models.dspark.kernels import TORCH_BLOCK_KERNELS, BlockKernels
 from outrider.models.dspark.model import DSparkModel
+from outrider.models.dspark.numerics import suits_native_chain
 from outrider.models.kernels import Kernels
 from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.ops.activation import Activation
@@ -243,9 +244,9 @@ class BlockPredictor:
         return Prediction(block=block, logits=chain.logits)
 
     def _native_chain_weights(self) -> ChainWeights | None:
-        """The heads as the native chain reads them; None where the Markov head is not the vanilla one."""
+        """The heads as the native chain reads them; None where the chain does not take them."""
         markov, confidence = self._model.markov_head, self._confidence_head
-        if type(markov) is not MarkovHead or markov.rank % 2:
+        if markov is None or not suits_native_chain(self.config):
             return None
         bias = None if confidence is None else confidence.proj.bias
         return chain_weights(

@@ -64,7 +64,8 @@ def load_predictor(
     checks = [*linear_checks(LINEAR, shapes, dtype, device), *_row_checks(model.config, dtype, device)]
     checks += block_checks(model.config, dtype, device)
     report = resolve_numerics(checks, choice, dtype=dtype, device=device)
-    kernels = PLAIN_KERNELS if choice.mode == "fast" else _kernels(model.config, shapes, dtype, device, report)
+    fast = choice.mode == "fast"
+    kernels = PLAIN_KERNELS if fast else _kernels(model.config, shapes, dtype, device, report)
     return BlockPredictor(
         model,
         embed=target.embed,
@@ -74,7 +75,7 @@ def load_predictor(
         max_context=max_context,
         num_draft_tokens=num_draft_tokens,
         with_confidence=with_confidence,
-        block_kernels=choose_block_kernels(dtype, device),
+        block_kernels=choose_block_kernels(model.config, dtype, device, None if fast else report.geometries),
     )
 
 
