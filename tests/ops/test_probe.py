@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.ops import (
+    block_attention,
     invariant,
     kda,
     kda_step,
@@ -22,6 +23,7 @@ from outrider.ops.activation import Activation
 from outrider.ops.block_attention import BlockMask
 from outrider.ops.kda_step import PLAIN_KDA, KdaForm, kda_commit_seats
 from outrider.ops.native.activation import NativeGlu
+from outrider.ops.native.drafter import NativeDrafter
 from outrider.ops.native.library import library_for
 from outrider.ops.native.linear import PackedLinear
 from outrider.ops.native.moe import RoutedExperts
@@ -55,11 +57,21 @@ def every_check(dtype):
         probe_mixers.expanded_check(SIZES, dtype, CPU),
         probe_ops.mix_check(5, 40, 1e-6, dtype, CPU),
         *(probe_block.block_attention_check(BLOCK, mask, dtype, CPU) for mask in MASKS),
+        probe_block.context_rows_check(BLOCK, dtype, CPU),
     ]
 
 
 def violation(check):
     return check.find_violation(check.geometries[0])
+
+
+def expect_torch_form(check, plant):
+    """The native form holds; once ``plant`` has spoilt it, the probe finds it and takes the torch form."""
+    assert violation(check) is None
+    plant()
+    assert "differs from the row alone" in violation(check)
+    outcome = probe.run_checks([check])
+    assert not outcome.lost and outcome.geometries[check.name] == check.geometries[1]
 
 
 def test_every_shipped_operation_holds(dtype, threads):
@@ -97,7 +109,8 @@ PLANTED = {
     "residual mix": (residual, "attention_residual_mix", lambda x, *rest: x.shape[1], 13),
     # Three key tiles alone; more matrices with more sequences or longer contexts.
     "block attention": (tiled, "batch_matmul", lambda a, b: a.shape[0], 14),
-    "windowed block attention": (probe_block, "block_attention", lambda q, *rest, scale: q.shape[0], 15),
+    "windowed block attention": (block_attention, "block_attention", lambda q, *rest, scale: q.shape[0], 15),
+    "context rows": (block_attention, "rms_norm", lambda x, *rest: x.shape[0], 17),
 }
 
 
@@ -140,6 +153,47 @@ def test_a_native_form_that_depends_on_the_number_of_rows_is_found(name, monkeyp
     assert "differs" in violation(check)
     outcome = probe.run_checks([check])
     assert not outcome.lost and outcome.geometries[check.name] == check.geometries[1]
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=str)
+def test_a_native_block_that_depends_on_its_place_is_found(mask, monkeypatch):
+    """All blocks of a call but the first are off; the torch form is taken."""
+    native = library_for(torch.bfloat16, CPU)
+    if native is None:
+        pytest.skip("no native operations on this machine")
+    real = NativeDrafter.attend_block
+
+    def off(*args):
+        out = real(*args)
+        out[BLOCK.num_rows :] *= 1 + 2.0**-6
+        return out
+
+    expect_torch_form(
+        probe_block.block_attention_check(BLOCK, mask, torch.bfloat16, CPU, native),
+        lambda: monkeypatch.setattr(NativeDrafter, "attend_block", off),
+    )
+
+
+def stores_by_cache_row(real, *args):
+    """What the first cache row does not hold is off."""
+    real(*args)
+    args[-1][:, :, 1:] *= 1 + 2.0**-6
+
+
+def stores_at_the_first_position(real, drafter, kv, gains, eps, table, positions, *rest):
+    real(drafter, kv, gains, eps, table, positions[:1].expand_as(positions).contiguous(), *rest)
+
+
+@pytest.mark.parametrize("off", [stores_by_cache_row, stores_at_the_first_position])
+def test_native_context_rows_that_depend_on_company_are_found(off, monkeypatch):
+    native = library_for(torch.bfloat16, CPU)
+    if native is None:
+        pytest.skip("no native operations on this machine")
+    real = NativeDrafter.store_context_rows
+    expect_torch_form(
+        probe_block.context_rows_check(BLOCK, torch.bfloat16, CPU, native),
+        lambda: monkeypatch.setattr(NativeDrafter, "store_context_rows", lambda *args: off(real, *args)),
+    )
 
 
 def test_a_chunk_whose_state_depends_on_company_is_found(monkeypatch):
@@ -194,12 +248,12 @@ def test_a_block_that_reads_a_neighbours_context_is_found(index, monkeypatch):
 
 def test_a_block_that_sees_how_long_its_neighbours_are_is_found(monkeypatch):
     """Key tiles beyond a context must change no bit of it."""
-    real = probe_block.block_attention
+    real = block_attention.block_attention
 
     def by_tiles(*args, **kwargs):
         return real(*args, **kwargs) * (1 + 2.0**-6 * (args[5].num_tiles > 2))
 
-    monkeypatch.setattr(probe_block, "block_attention", by_tiles)
+    monkeypatch.setattr(block_attention, "block_attention", by_tiles)
     assert violation(every_check(torch.float32)[14]) is not None
 
 

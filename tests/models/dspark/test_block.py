@@ -8,11 +8,12 @@ import torch
 from outrider.errors import ConfigError, EngineFault
 from outrider.models.dspark.block import BlockAnchors, BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables, load_model
+from outrider.models.dspark.config_json import parse_config
 from outrider.models.dspark.kernels import TORCH_BLOCK_KERNELS, choose_block_kernels
 from outrider.models.kernels import EXACT_KERNELS
 from outrider.ops.linear import embedding, linear
 from outrider.testing.reference_dspark import ReferenceDSpark, ReferenceShape
-from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
+from outrider.testing.toy_dspark import ToyDrafterOptions, toy_drafter_config, write_toy_drafter
 
 PAGE_SIZE = 4
 MAX_CONTEXT = 160
@@ -223,10 +224,15 @@ def test_mutations_are_detected(mutation, tmp_path):
     assert difference(prediction, drafts[1]) > 1e-4
 
 
+def native_kernels(options):
+    config = parse_config(toy_drafter_config(options))
+    return choose_block_kernels(config, torch.bfloat16, torch.device("cpu"), None)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_native_forms_agree_with_the_torch_forms(name, tmp_path):
     """One block from cached context in bfloat16: logits within its rounding, and the same drafts where it allows."""
-    native = choose_block_kernels(torch.bfloat16, torch.device("cpu"))
+    native = native_kernels(VARIANTS[name])
     if native == TORCH_BLOCK_KERNELS:
         pytest.skip("no native operations here")
     toy = make_toy(tmp_path, VARIANTS[name])
@@ -253,7 +259,7 @@ def test_native_forms_agree_with_the_torch_forms(name, tmp_path):
 def test_neighbours_page_order_and_foreign_memory_change_no_bit(name, form, tmp_path):
     toy = make_toy(tmp_path, VARIANTS[name])
     dtype = torch.bfloat16 if form == "native" else form
-    kernels = choose_block_kernels(dtype, torch.device("cpu")) if form == "native" else TORCH_BLOCK_KERNELS
+    kernels = native_kernels(VARIANTS[name]) if form == "native" else TORCH_BLOCK_KERNELS
     predictor = toy.predictor(dtype, block_kernels=kernels)
     generator = torch.Generator().manual_seed(4)
     taps = [toy.taps(generator, count) for count in (70, 3, 129, 64, 20)]
