@@ -72,6 +72,7 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     num_draft_tokens: int  # drafts per round at most; 0 = plain decoding
+    adaptive_lengths: bool = False  # draft and verify as much as pays; otherwise all, in every round
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 0:

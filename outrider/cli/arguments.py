@@ -35,7 +35,7 @@ class Generate:
     drafter: str = ""
     """DSpark checkpoint directory, or its name under models/; none = plain decoding."""
     speculation: str = "auto"
-    """auto = as many drafts as the drafter proposes, off = none, or a number of drafts."""
+    """auto = as many drafts as pay, off = none, or a number of drafts in every round."""
     prompt: str = ""
     """The prompt as text."""
     prompt_ids: Ints = ()
@@ -177,7 +177,7 @@ class BenchAcceptance:
     threads: int = 1
     """CPU threads; 0 = PyTorch's default."""
     speculation: str = "auto"
-    """Drafts per round: auto or a number."""
+    """Drafts per round: auto (all of the block) or a number."""
     dtype: Dtype = "auto"
     """Number format of the models; auto = that of the checkpoint."""
     device: str = "cpu"

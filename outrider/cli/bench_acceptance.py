@@ -16,6 +16,7 @@ from outrider.cli.checkpoints import resolve_checkpoint
 from outrider.cli.runtime import parse_speculation, prepare_output, resolve_dtype, set_threads, write_output
 from outrider.engine.llm import LLM
 from outrider.errors import ConfigError
+from outrider.models.dspark.config_json import read_config
 from outrider.request import SamplingParams
 
 __all__ = ["run_bench_acceptance"]
@@ -29,10 +30,12 @@ def run_bench_acceptance(command: BenchAcceptance) -> int:
     output = prepare_output(command.json) if command.json else None
     set_threads(command.threads)
     prompt_set = load_prompt_set(Path(command.prompts))
+    drafter, speculation = resolve_checkpoint(command.drafter), parse_speculation(command.speculation)
     options = ArmOptions(
         model=resolve_checkpoint(command.model),
-        drafter=resolve_checkpoint(command.drafter),
-        speculation=parse_speculation(command.speculation),
+        drafter=drafter,
+        # A rule is judged on all drafts, not on those that auto finds worth their time.
+        speculation=read_config(drafter).num_draft_tokens if speculation == "auto" else speculation,
         dtype=resolve_dtype(command.dtype),
         device=command.device,
         experts=command.experts,

@@ -28,7 +28,13 @@ class EngineLimits:
 
 
 def resolve_config(
-    limits: EngineLimits, *, max_num_seqs: int, max_model_len: int, num_draft_tokens: int, chunk_multiple: int
+    limits: EngineLimits,
+    *,
+    max_num_seqs: int,
+    max_model_len: int,
+    num_draft_tokens: int,
+    chunk_multiple: int,
+    adaptive_lengths: bool = False,
 ) -> EngineConfig:
     """The final config.
 
@@ -38,6 +44,7 @@ def resolve_config(
         max_model_len: prompt and output tokens of one sequence.
         num_draft_tokens: drafts per round at most.
         chunk_multiple: the target's; prompts are cut at its multiples.
+        adaptive_lengths: draft and verify as much as pays, not all.
 
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
@@ -68,6 +75,7 @@ def resolve_config(
             oversubscribe=limits.oversubscribe,
         ),
         num_draft_tokens=num_draft_tokens,
+        adaptive_lengths=adaptive_lengths and num_draft_tokens > 0,
     )
 
 

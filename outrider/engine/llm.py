@@ -51,7 +51,8 @@ class LLM:
     Args:
         model_path: checkpoint directory of the target.
         drafter: checkpoint directory of a DSpark drafter; None decodes plainly.
-        speculation: "auto" (all drafts of the block), "off", or drafts per round.
+        speculation: "auto" (as much as measured cost and confidence say will pay), "off", or a fixed number of drafts
+            in every round.
         dtype: compute dtype, "bfloat16", "float32" or "float64"; None takes the checkpoint's.
         device: torch device.
         experts: "packed" keeps MXFP4 experts packed, "unpacked" decodes them once, "auto" takes the faster.
@@ -100,14 +101,15 @@ class LLM:
         predictor = None
         if drafter is not None and speculation not in ("off", 0):
             tables = TargetTables(embedding_VD=self._target.embedding, head_VD=self._target.lm_head)
-            block_drafts = read_config(Path(drafter)).num_draft_tokens
+            drafter_config = read_config(Path(drafter))
             check_drafter_vocabulary(model_path, Path(drafter), self.tokenizer, eos_token_ids)
             predictor = load_predictor(
                 Path(drafter),
                 self._target,
                 tables,
                 max_context=self.max_model_len,
-                num_draft_tokens=resolve_num_draft_tokens(speculation, block_drafts),
+                num_draft_tokens=resolve_num_draft_tokens(speculation, drafter_config.num_draft_tokens),
+                with_confidence=speculation == "auto" and drafter_config.confidence is not None,
                 numerics=choice,
             )
         self.numerics: NumericsReport = (
@@ -120,6 +122,7 @@ class LLM:
             max_model_len=self.max_model_len,
             num_draft_tokens=num_draft_tokens,
             chunk_multiple=self._target.chunk_multiple,
+            adaptive_lengths=speculation == "auto",
         )
         num_cache_rows = self.config.cache.num_pages * self.config.cache.page_size
         with allocating(f"the caches of {max_num_seqs} sequences and {num_cache_rows} tokens"):

@@ -28,6 +28,7 @@ from outrider.models.protocol import TargetModel
 from outrider.plan import ScheduledSequence, StepPlan, StepResult
 from outrider.request import TokenLogprobs
 from outrider.speculative.drafter import Anchors, Drafter, ObservedSpans
+from outrider.speculative.lengths import LengthPolicy, RoundRecord
 from outrider.speculative.verify import verify
 
 __all__ = ["RoundParts", "run_round"]
@@ -39,6 +40,7 @@ class RoundParts:
 
     target: TargetModel
     drafter: Drafter
+    lengths: LengthPolicy
     caches: CacheSet
     page_table: PageTable
     max_step_rows: int
@@ -51,6 +53,7 @@ class Proposal:
     token_ids_SG: torch.Tensor  # int64; S counts the drafting sequences only
     block_rows: tuple[int, ...]  # row of token_ids_SG per scheduled sequence; 0 without drafts
     verify_lengths: tuple[int, ...]  # per scheduled sequence
+    proposed: frozenset[int]  # indices of the scheduled sequences that proposed
     probs_SGV: torch.Tensor | None = None  # what the drafts were drawn from, see DraftBlock
 
 
@@ -91,33 +94,52 @@ def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
             _observe(parts.drafter, spans, batch, output, outcome)
         outcomes.append(outcome)
         num_rows += batch.num_tokens
+    num_accepted = tuple(chain.from_iterable(o.num_accepted for o in outcomes))
+    timings = clock.timings()
+    parts.lengths.observe(
+        RoundRecord(
+            scheduled=plan.scheduled,
+            verify_lengths=proposal.verify_lengths,
+            num_accepted=num_accepted,
+            proposed=proposal.proposed,
+            num_steps=len(outcomes),
+            timings=timings,
+        )
+    )
     return StepResult(
         output_token_ids=tuple(chain.from_iterable(o.output_token_ids for o in outcomes)),
         num_drafted=proposal.verify_lengths,
-        num_accepted=tuple(chain.from_iterable(o.num_accepted for o in outcomes)),
+        num_accepted=num_accepted,
         logprobs=tuple(chain.from_iterable(o.logprobs for o in outcomes)),
         num_steps=len(outcomes),
         num_rows=num_rows,
-        timings=clock.timings(),
+        timings=timings,
     )
 
 
 def _propose(parts: RoundParts, plan: StepPlan) -> Proposal:
-    """One batched proposal for every sequence that may use a draft."""
-    device = parts.page_table.device
-    drafting = [item for item in plan.scheduled if item.draft_budget > 0]
-    block = parts.drafter.propose(_anchors(parts, drafting)) if drafting else None
+    """One batched proposal for every sequence that may use a draft and is let propose."""
+    device, lengths = parts.page_table.device, parts.lengths
+    proposing = lengths.proposing(plan.scheduled)
+    block = parts.drafter.propose(_anchors(parts, [plan.scheduled[i] for i in proposing])) if proposing else None
     if block is None:
         nothing = (0,) * len(plan.scheduled)
         empty_SG = torch.empty((1, 0), dtype=torch.int64, device=device)
-        return Proposal(token_ids_SG=empty_SG, block_rows=nothing, verify_lengths=nothing)
-    row_of = {item.request_id: row for row, item in enumerate(drafting)}
+        return Proposal(token_ids_SG=empty_SG, block_rows=nothing, verify_lengths=nothing, proposed=frozenset())
+    row_of = {index: row for row, index in enumerate(proposing)}
+    confidence = block.confidence_SG if lengths.reads_confidence else None
     return Proposal(
         token_ids_SG=block.token_ids_SG,
-        block_rows=tuple(row_of.get(item.request_id, 0) for item in plan.scheduled),
-        verify_lengths=_choose_lengths(plan.scheduled, block.token_ids_SG.shape[1]),
+        block_rows=tuple(row_of.get(index, 0) for index in range(len(plan.scheduled))),
+        verify_lengths=lengths.choose(plan.scheduled, proposing, block.token_ids_SG.shape[1], _listed(confidence)),
+        proposed=frozenset(proposing),
         probs_SGV=block.probs_SGV,
     )
+
+
+def _listed(confidence_SG: torch.Tensor | None) -> list[list[float]] | None:
+    """On the host; the one copy that choosing lengths costs."""
+    return None if confidence_SG is None else confidence_SG.tolist()
 
 
 def _anchors(parts: RoundParts, drafting: list[ScheduledSequence]) -> Anchors:
@@ -136,11 +158,6 @@ def _anchors(parts: RoundParts, drafting: list[ScheduledSequence]) -> Anchors:
         positions=tuple(positions),
         sampling=build_draft_sampling(drafting, parts.target.vocab_size, page_table.device),
     )
-
-
-def _choose_lengths(scheduled: tuple[ScheduledSequence, ...], num_proposed: int) -> tuple[int, ...]:
-    """Every proposed draft that may still be emitted. Sees no draft content, so it loses nothing."""
-    return tuple(min(item.draft_budget, num_proposed) for item in scheduled)
 
 
 def _split(plan: StepPlan, verify_lengths: tuple[int, ...], max_step_rows: int) -> Iterator[tuple[int, int]]:

@@ -22,6 +22,7 @@ from outrider.bench.loops import ends_in_loop
 from outrider.cache.cache_set import CacheSet
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
+from outrider.models.dspark.config_json import read_config
 from outrider.models.registry import load_target
 from outrider.request import RequestUsage, SamplingParams
 from outrider.tokenizer import Tokenizer, answer_stop_ids, load_tokenizer
@@ -134,8 +135,14 @@ def metered_engine(meter: EntropyMeter) -> Engine:
 
 
 def pair_engine(arguments: argparse.Namespace) -> Engine:
-    """The pair as it is served."""
-    return LLM(arguments.model, arguments.drafter, max_num_seqs=NUM_SEATS, max_model_len=MAX_POSITIONS).engine
+    """The pair with all drafts verified in every round: the drafter is judged, not the choice of lengths."""
+    return LLM(
+        arguments.model,
+        arguments.drafter,
+        speculation=read_config(arguments.drafter).num_draft_tokens,
+        max_num_seqs=NUM_SEATS,
+        max_model_len=MAX_POSITIONS,
+    ).engine
 
 
 def evaluate(arguments: argparse.Namespace) -> dict[str, object]:

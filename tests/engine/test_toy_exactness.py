@@ -16,6 +16,7 @@ from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.protocol import TargetCaches
 from outrider.models.registry import load_target
 from outrider.request import Request, SamplingParams
+from outrider.speculative.lengths import AllDrafts
 from outrider.testing.scripted import Script, ScriptedDrafter, garbage, oracle, random_drafts, wrong_at
 from outrider.testing.toy import ToyOptions, deep_toy, write_toy_checkpoint
 
@@ -62,7 +63,13 @@ class Recorder:
 
 
 def engine_for(
-    target: KimiK3Model | Recorder, drafter: ScriptedDrafter | None, *, seqs: int, rows: int = 96, pages: int = 0
+    target: KimiK3Model | Recorder,
+    drafter: ScriptedDrafter | None,
+    *,
+    seqs: int,
+    rows: int = 96,
+    pages: int = 0,
+    adaptive: bool = False,
 ) -> Engine:
     config = EngineConfig(
         cache=CacheConfig(page_size=PAGE, num_pages=pages or seqs * (MAX_LEN // PAGE)),
@@ -74,6 +81,7 @@ def engine_for(
             chunk_multiple=target.chunk_multiple,
         ),
         num_draft_tokens=drafter.num_draft_tokens if drafter else 0,
+        adaptive_lengths=adaptive,
     )
     return build_engine(target, drafter, config, device=CPU)  # type: ignore[arg-type]
 
@@ -166,6 +174,36 @@ def test_speculation_gives_the_plain_stream(  # type: ignore[no-untyped-def]
     assert (engine.metrics.num_drafted > 0) == (num_drafts > 0)
     if kind == "oracle":
         assert engine.metrics.num_accepted == engine.metrics.num_drafted
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lengths_that_follow_no_rule_give_the_plain_stream(target, asked, plain, right, seed: int, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    """Whatever an adaptive policy might choose, who proposes and how much is verified changes no token."""
+    dice = random.Random(seed)
+
+    def proposing(self, scheduled):  # type: ignore[no-untyped-def]
+        return [i for i, item in enumerate(scheduled) if item.draft_budget > 0 and dice.random() < 0.6]
+
+    def choose(self, scheduled, proposing, num_proposed, confidence_SG):  # type: ignore[no-untyped-def]
+        chosen = set(proposing)
+        return tuple(
+            dice.randint(0, min(item.draft_budget, num_proposed)) if i in chosen else 0
+            for i, item in enumerate(scheduled)
+        )
+
+    monkeypatch.setattr(AllDrafts, "proposing", proposing)
+    monkeypatch.setattr(AllDrafts, "choose", choose)
+    order = list(asked)
+    dice.shuffle(order)
+    engine = engine_for(target, ScriptedDrafter(7, random_drafts(right, 250, 0.75, seed=seed)), seqs=5, rows=48)
+    assert drive(engine, order, late=3) == plain
+    assert 0 < engine.metrics.num_accepted < engine.metrics.num_drafted
+
+
+def test_adaptive_lengths_give_the_plain_stream(target, asked, plain, right) -> None:  # type: ignore[no-untyped-def]
+    engine = engine_for(target, ScriptedDrafter(7, right), seqs=4, adaptive=True)
+    assert drive(engine, list(asked), late=2) == plain
+    assert engine.metrics.num_drafted > 0, "drafts that always stand were never tried"
 
 
 def test_verify_logits_equal_plain_logits_bit_for_bit(  # type: ignore[no-untyped-def]
