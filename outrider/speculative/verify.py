@@ -81,7 +81,7 @@ def verify_matching(
     winners_SG1 = winners_N[rows_SG1.minimum(span_ends_S[:, None] - 1)]
     agrees_SG = (winners_SG1[:, :-1] == draft_token_ids_SG) & (offsets_G1[:-1] < verify_lengths_S[:, None])
     num_accepted_S = agrees_SG.cumprod(1).sum(1)
-    output_SG1 = torch.where(offsets_G1 <= num_accepted_S[:, None], winners_SG1, -1)
+    output_SG1 = winners_SG1.masked_fill(offsets_G1 > num_accepted_S[:, None], -1)
     return VerifyResult(output_token_ids_SG1=output_SG1, num_accepted_S=num_accepted_S)
 
 
