@@ -7,6 +7,7 @@ Dims: T flat tokens, S sequences, P pages per sequence, B slots, M longest span,
 logits, G draft positions.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -81,7 +82,9 @@ class PageTable:
 
 def upload(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Host integers as int64 tensors on ``device``, all columns in one copy."""
-    flat = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.int64)
+    values = array("q", chain.from_iterable(columns))
+    # The tensor is the array: torch.tensor looks at every number of a list by itself. It refuses an empty buffer.
+    flat = torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
     if device.type != "cpu":
         if device.type == "cuda":
             flat = flat.pin_memory()
