@@ -7,6 +7,7 @@ Dims: T flat tokens, S sequences, P pages per sequence, B slots, M longest span,
 logits, G draft positions.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -81,26 +82,45 @@ class PageTable:
 
 def upload(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
     """Host integers as int64 tensors on ``device``, all columns in one copy."""
-    flat = torch.tensor(list(chain.from_iterable(columns)), dtype=torch.int64)
-    if device.type == "cuda":
-        flat = flat.pin_memory()
-    flat = flat.to(device, non_blocking=True)
-    return torch.split(flat, [len(column) for column in columns])
+    values = array("q", chain.from_iterable(columns))
+    # The tensor is the array: torch.tensor looks at every number of a list by itself. It refuses an empty buffer.
+    flat = torch.frombuffer(values, dtype=torch.int64) if values else torch.empty(0, dtype=torch.int64)
+    if device.type != "cpu":
+        if device.type == "cuda":
+            flat = flat.pin_memory()
+        flat = flat.to(device, non_blocking=True)
+    # The method, not torch.split: that is a Python function around it which costs more than the views.
+    return flat.split_with_sizes([len(column) for column in columns])
 
 
 def build_batch(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> ForwardBatch:
     """Lay the spans of one step out as a flat batch.
+
+    Cache rows come from the pages of the plan, which the page table has a copy of.
 
     Raises:
         EngineFault: a row lies outside the pages reserved for its sequence (invariant I7).
     """
     page_size = page_table.page_size
     host = _host_columns(spans, drafts, page_size)
-    (token_ids_T, positions_T, sequence_T, logits_rows_N, draft_rows, draft_cells, slots_S, lengths_S) = upload(
+    (
+        token_ids_T,
+        positions_T,
+        context_lens_T,
+        sequence_T,
+        slot_mapping_T,
+        logits_rows_N,
+        draft_rows,
+        draft_cells,
+        slots_S,
+        lengths_S,
+    ) = upload(
         page_table.device,
         host.token_ids,
         host.positions,
+        host.context_lens,
         host.sequence,
+        host.slot_mapping,
         host.logits_rows,
         host.draft_rows,
         host.draft_cells,
@@ -109,18 +129,33 @@ def build_batch(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> 
     )
     if host.draft_rows:
         token_ids_T = token_ids_T.index_copy(0, draft_rows, drafts.token_ids_SG.flatten()[draft_cells])
-    max_context = max(host.positions, default=-1) + 1
-    page_table_SP = page_table.rows(slots_S, max_context)
+    max_context = max(host.context_lens, default=0)
+    num_decodes = spans.num_decodes
+    lengths, starts = tuple(host.lengths), tuple(item.start_position for item in spans.items)
+    num_step_rows = sum(lengths[:num_decodes])
+    ascending_T = torch.arange(len(host.positions), device=page_table.device)
     return ForwardBatch(
         token_ids_T=token_ids_T,
         positions_T=positions_T,
-        context_lens_T=positions_T + 1,
+        context_lens_T=context_lens_T,
         sequence_T=sequence_T,
-        slot_mapping_T=page_table_SP[sequence_T, positions_T // page_size] * page_size + positions_T % page_size,
-        page_table_SP=page_table_SP,
+        slot_mapping_T=slot_mapping_T,
+        page_table_SP=page_table.rows(slots_S, max_context),
         logits_rows_N=logits_rows_N,
-        chunk=_span_group(spans, slots_S, lengths_S, slice(spans.num_decodes, len(spans.items))),
-        step=_span_group(spans, slots_S, lengths_S, slice(0, spans.num_decodes)),
+        chunk=_span_group(
+            ascending_T[num_step_rows:],
+            slots_S[num_decodes:],
+            lengths_S[num_decodes:],
+            lengths[num_decodes:],
+            starts[num_decodes:],
+        ),
+        step=_span_group(
+            ascending_T[:num_step_rows],
+            slots_S[:num_decodes],
+            lengths_S[:num_decodes],
+            lengths[:num_decodes],
+            starts[:num_decodes],
+        ),
         page_size=page_size,
         max_context=max_context,
     )
@@ -132,7 +167,9 @@ class HostColumns:
 
     token_ids: list[int]  # 0 where a draft id goes
     positions: list[int]
+    context_lens: list[int]
     sequence: list[int]
+    slot_mapping: list[int]
     logits_rows: list[int]
     draft_rows: list[int]  # flat row of every draft token
     draft_cells: list[int]  # its cell in the flattened block
@@ -141,7 +178,15 @@ class HostColumns:
 
 def _host_columns(spans: StepSpans, drafts: StepDrafts, page_size: int) -> HostColumns:
     host = HostColumns(
-        token_ids=[], positions=[], sequence=[], logits_rows=[], draft_rows=[], draft_cells=[], lengths=[]
+        token_ids=[],
+        positions=[],
+        context_lens=[],
+        sequence=[],
+        slot_mapping=[],
+        logits_rows=[],
+        draft_rows=[],
+        draft_cells=[],
+        lengths=[],
     )
     width = drafts.token_ids_SG.shape[1]
     columns = zip(spans.items, spans.verify_lengths, drafts.block_rows, strict=True)
@@ -156,7 +201,11 @@ def _host_columns(spans: StepSpans, drafts: StepDrafts, page_size: int) -> HostC
             )
         host.token_ids.extend(item.query_token_ids)
         host.token_ids.extend([0] * num_drafts)
-        host.positions.extend(range(item.start_position, end_position))
+        positions = range(item.start_position, end_position)
+        host.positions.extend(positions)
+        host.context_lens.extend(range(item.start_position + 1, end_position + 1))
+        page_ids = item.page_ids
+        host.slot_mapping.extend([page_ids[at // page_size] * page_size + at % page_size for at in positions])
         host.sequence.extend([index] * length)
         host.draft_rows.extend(range(begin + length - num_drafts, begin + length))
         host.draft_cells.extend(range(block_row * width, block_row * width + num_drafts))
@@ -167,19 +216,28 @@ def _host_columns(spans: StepSpans, drafts: StepDrafts, page_size: int) -> HostC
     return host
 
 
-def _span_group(spans: StepSpans, slots_S: torch.Tensor, lengths_S: torch.Tensor, part: slice) -> SpanGroup:
-    """The group of the sequences in ``part``, a contiguous range of the step."""
-    lengths = spans.lengths
-    group_lengths_S = lengths_S[part]
-    first_row, num_rows = sum(lengths[: part.start]), sum(lengths[part])
-    offsets_M = torch.arange(max(lengths[part], default=0), device=slots_S.device)
-    valid_SM = offsets_M < group_lengths_S[:, None]
-    firsts_S = group_lengths_S.cumsum(0) - group_lengths_S
+def _span_group(
+    rows_T: torch.Tensor,
+    slots_S: torch.Tensor,
+    lengths_S: torch.Tensor,
+    lengths: tuple[int, ...],
+    starts: tuple[int, ...],
+) -> SpanGroup:
+    """The group of successive sequences that own rows ``rows_T`` of the step."""
+    num_rows, shape = sum(lengths), (len(lengths), max(lengths, default=0))
+    if num_rows == shape[0] * shape[1]:  # equal spans: nothing is padded, so nothing is masked
+        padded_rows_SM = torch.arange(num_rows, device=rows_T.device).view(shape)
+        valid_SM = torch.ones(shape, dtype=torch.bool, device=rows_T.device)
+    else:
+        offsets_M = torch.arange(shape[1], device=rows_T.device)
+        valid_SM = offsets_M < lengths_S[:, None]
+        firsts_S = lengths_S.cumsum(0) - lengths_S
+        padded_rows_SM = torch.where(valid_SM, firsts_S[:, None] + offsets_M, 0)
     return SpanGroup(
-        rows_T=torch.arange(first_row, first_row + num_rows, device=slots_S.device),
-        state_slots_S=slots_S[part],
-        lengths=lengths[part],
-        starts=tuple(item.start_position for item in spans.items[part]),
-        padded_rows_SM=torch.where(valid_SM, firsts_S[:, None] + offsets_M, 0),
+        rows_T=rows_T,
+        state_slots_S=slots_S,
+        lengths=lengths,
+        starts=starts,
+        padded_rows_SM=padded_rows_SM,
         valid_SM=valid_SM,
     )

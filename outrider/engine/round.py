@@ -185,7 +185,7 @@ def _accept(spans: StepSpans, drafts: StepDrafts, output: TargetOutput) -> Verif
     if not wanted:
         return VerifyResult(output_token_ids_SG1=rows_S[:, None], num_accepted_S=lengths_S)
     submitted = SubmittedDrafts(
-        token_ids_SG=drafts.token_ids_SG[rows_S],
+        token_ids_SG=drafts.token_ids_SG.index_select(0, rows_S),
         lengths_S=lengths_S,
         probs_SGV=None if drafts.probs_SGV is None else drafts.probs_SGV[rows_S],
     )

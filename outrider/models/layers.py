@@ -12,7 +12,7 @@ from outrider.models.kernels import EXACT_KERNELS, Kernels
 from outrider.ops.invariant import island_dtype
 from outrider.ops.linear import LinearFunction
 
-__all__ = ["Build", "IslandParameter"]
+__all__ = ["Build", "IslandParameter", "pin_attributes"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +67,14 @@ class IslandParameter(nn.Module):
         if self.weight.dtype.itemsize < torch.float32.itemsize:
             self.weight = nn.Parameter(kept.to(device=self.weight.device), requires_grad=False)
         return self
+
+
+def pin_attributes(model: nn.Module) -> None:
+    """Let every parameter and submodule be found as a plain attribute; call it when the weights are final.
+
+    Otherwise each read of one goes through ``nn.Module.__getattr__``, a Python function, and a forward makes more
+    than a hundred. Assigning a new parameter or module drops the pin of the old one; assigning None does not.
+    """
+    for module in model.modules():
+        vars(module).update(module.named_parameters(recurse=False))
+        vars(module).update(module.named_children())

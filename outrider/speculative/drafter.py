@@ -238,7 +238,8 @@ def _committed_rows(batch: ForwardBatch, step_committed: tuple[int, ...]) -> tor
         offsets.extend(range(begin, begin + count))
         begin += length
     index = torch.tensor(offsets, dtype=torch.int64).to(batch.step.rows_T.device, non_blocking=True)
-    return torch.cat((batch.chunk.rows_T, batch.step.rows_T.index_select(0, index)))
+    step_rows = batch.step.rows_T.index_select(0, index)
+    return torch.cat((batch.chunk.rows_T, step_rows)) if batch.chunk.lengths else step_rows
 
 
 def _last_position(starts: tuple[int, ...], counts: tuple[int, ...]) -> int:

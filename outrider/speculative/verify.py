@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from outrider.batch import CoinSpans, SubmittedDrafts, TokenChoices, VerifyResult
 from outrider.ops.draws import Purpose, draw_keys, uniform
 from outrider.ops.invariant import elementwise
+from outrider.ops.native.library import Library, library_for
+from outrider.ops.native.match import native_match
 from outrider.ops.rejection import accept_block, accept_tokenwise
 from outrider.ops.sampling import draw, softmax
 from outrider.ops.select import argmax_lowest
@@ -38,7 +40,8 @@ def verify(logits_NV: torch.Tensor, drafts: SubmittedDrafts, choices: TokenChoic
         return verify_greedy(logits_NV, drafts.token_ids_SG, drafts.lengths_S)
     chosen = choose_tokens(logits_NV[choices.rows_R], choices)
     winners_N = argmax_lowest(logits_NV).index_copy(0, choices.rows_R, chosen.token_ids_R)
-    result = verify_matching(winners_N, drafts.token_ids_SG, drafts.lengths_S)
+    native = library_for(logits_NV.dtype, logits_NV.device)
+    result = verify_matching(winners_N, drafts.token_ids_SG, drafts.lengths_S, native)
     for spans in choices.coins:
         result = _toss_coins(result, chosen.scores_RV, drafts, choices, spans)
     return result
@@ -51,11 +54,15 @@ def verify_greedy(
 
     Equal logits go to the lowest id.
     """
-    return verify_matching(argmax_lowest(logits_NV), draft_token_ids_SG, verify_lengths_S)
+    native = library_for(logits_NV.dtype, logits_NV.device)
+    return verify_matching(argmax_lowest(logits_NV), draft_token_ids_SG, verify_lengths_S, native)
 
 
 def verify_matching(
-    winners_N: torch.Tensor, draft_token_ids_SG: torch.Tensor, verify_lengths_S: torch.Tensor
+    winners_N: torch.Tensor,
+    draft_token_ids_SG: torch.Tensor,
+    verify_lengths_S: torch.Tensor,
+    native: Library | None = None,
 ) -> VerifyResult:
     """Accept the longest prefix of drafts that the target's own tokens repeat.
 
@@ -68,10 +75,14 @@ def verify_matching(
         draft_token_ids_SG: int64 target ids; entries at or beyond a sequence's length are ignored,
             whatever they hold. G may be 0.
         verify_lengths_S: int64, drafts of each sequence that were fed to the target, 0..G.
+        native: does it in one call; None takes the torch form, which gives the same.
 
     Returns:
         Accepted drafts and the final token per sequence, padded with -1, and the accepted counts.
     """
+    if native is not None:
+        output_SG1, num_accepted_S = native_match(native, winners_N, draft_token_ids_SG, verify_lengths_S)
+        return VerifyResult(output_token_ids_SG1=output_SG1, num_accepted_S=num_accepted_S)
     num_drafts = draft_token_ids_SG.shape[1]
     span_ends_S = (verify_lengths_S + 1).cumsum(0)
     offsets_G1 = torch.arange(num_drafts + 1, device=winners_N.device)
@@ -81,7 +92,7 @@ def verify_matching(
     winners_SG1 = winners_N[rows_SG1.minimum(span_ends_S[:, None] - 1)]
     agrees_SG = (winners_SG1[:, :-1] == draft_token_ids_SG) & (offsets_G1[:-1] < verify_lengths_S[:, None])
     num_accepted_S = agrees_SG.cumprod(1).sum(1)
-    output_SG1 = torch.where(offsets_G1 <= num_accepted_S[:, None], winners_SG1, -1)
+    output_SG1 = winners_SG1.masked_fill(offsets_G1 > num_accepted_S[:, None], -1)
     return VerifyResult(output_token_ids_SG1=output_SG1, num_accepted_S=num_accepted_S)
 
 

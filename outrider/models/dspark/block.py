@@ -23,6 +23,7 @@ from outrider.models.dspark.kernels import TORCH_BLOCK_KERNELS, BlockKernels
 from outrider.models.dspark.model import DSparkModel
 from outrider.models.dspark.numerics import suits_native_chain
 from outrider.models.kernels import Kernels
+from outrider.models.layers import pin_attributes
 from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.ops.activation import Activation
 from outrider.ops.native.linear import pack_weights
@@ -137,6 +138,7 @@ class BlockPredictor:
         pack_weights(self._linear, self._multiplied())
         self._block_kernels = block_kernels
         self._chain_weights = None if block_kernels.markov is None else self._native_chain_weights()
+        pin_attributes(self._model)
 
     def _multiplied(self) -> Iterator[torch.Tensor]:
         """Every matrix that rows are multiplied with; the joined ones stand for the projections in them."""

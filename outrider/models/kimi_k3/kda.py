@@ -60,30 +60,33 @@ class KdaAttention(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, index: StepIndex, caches: TargetCaches) -> torch.Tensor:
         """Normed layer input ``[T, D]`` to attention output ``[T, D]``."""
-        projected_TX = self.linear(x_TD, self.in_proj)
-        gate, forget = torch.split(projected_TX, self.sections, dim=-1)[1:3]
-        forget_TI = self.linear(forget, self.f_b_proj)
-        # With a full-rank gate its columns are taken from the rows of the group, not gathered a second time.
-        gate_TI = None if self.g_b_proj is None else self.linear(gate, self.g_b_proj)
+        # The method, not torch.split: that is a Python function around it which costs more than the views.
+        inputs_TC, gate, forget, beta_TH = self.linear(x_TD, self.in_proj).split_with_sizes(self.sections, -1)
+        projected = ProjectedRows(
+            inputs_TC=inputs_TC,
+            gate_TI=gate if self.g_b_proj is None else self.linear(gate, self.g_b_proj),
+            forget_TI=self.linear(forget, self.f_b_proj),
+            beta_TH=beta_TH,
+        )
         assert self.run_prompt is not None and self.run_step is not None, "call prepare() after filling the weights"
         chunk_out = step_out = None
         if (chunk := index.chunk) is not None:
-            rows, seats = self._rows(chunk, projected_TX, gate_TI, forget_TI), caches.recurrent.seats(self.cache_index)
+            rows, seats = _rows(chunk, projected), caches.recurrent.seats(self.cache_index)
             chunk_out = self.run_prompt(rows, seats, chunk.state_slots_S, chunk.layout)
         if (step := index.step) is not None:
-            rows = self._rows(step, projected_TX, gate_TI, forget_TI)
+            rows = _rows(step, projected)
             seats = caches.recurrent.seats(self.cache_index, num_rows=step.layout.num_rows)
             step_out = self.run_step(rows, seats, step.state_slots_S, step.layout)
         return self.linear(scatter_groups(index, chunk_out, step_out), self.o_proj)
 
-    def _rows(
-        self, group: GroupIndex, projected_TX: torch.Tensor, gate_TI: torch.Tensor | None, forget_TI: torch.Tensor
-    ) -> ProjectedRows:
-        """The group's rows of all projections."""
-        inputs_TC, own_gate, _, beta_TH = torch.split(group.take(projected_TX), self.sections, dim=-1)
-        return ProjectedRows(
-            inputs_TC=inputs_TC,
-            gate_TI=own_gate if gate_TI is None else group.take(gate_TI),
-            forget_TI=group.take(forget_TI),
-            beta_TH=beta_TH,
-        )
+
+def _rows(group: GroupIndex, projected: ProjectedRows) -> ProjectedRows:
+    """The group's rows of all projections."""
+    if group.rows_T is None:
+        return projected
+    return ProjectedRows(
+        inputs_TC=group.take(projected.inputs_TC),
+        gate_TI=group.take(projected.gate_TI),
+        forget_TI=group.take(projected.forget_TI),
+        beta_TH=group.take(projected.beta_TH),
+    )

@@ -51,7 +51,7 @@ class MlaAttention(nn.Module):
     def forward(self, x_TD: torch.Tensor, index: StepIndex, caches: TargetCaches) -> torch.Tensor:
         """Normed layer input ``[T, D]`` to attention output ``[T, D]``; appends one latent row each."""
         config, eps = self.config, self.config.lora_norm_eps
-        query, kv_TC, gate = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
+        query, kv_TC, gate = self.linear(x_TD, self.in_proj).split_with_sizes(self.sections, -1)
         if self.q_norm is not None and self.q_b_proj is not None:
             query = self.linear(self.kernels.norm(query, self.q_norm, eps), self.q_b_proj)
         rows_RC = caches.latents.rows(self.cache_index)
@@ -68,13 +68,13 @@ class MlaAttention(nn.Module):
         widths = [self.config.nope_head_dim, self.config.rope_head_dim]
         chunk_out = step_out = None
         if index.chunk is not None:
-            q_nope_THN, q_rope_THR = torch.split(index.chunk.take(query_THK), widths, dim=-1)
+            q_nope_THN, q_rope_THR = index.chunk.take(query_THK).split_with_sizes(widths, -1)
             gate = None if gate_THW is None else index.chunk.take(gate_THW)
             chunk_out = mla_expanded(
                 q_nope_THN, q_rope_THR, self.kv_b_proj, rows_RC, index.chunk.spans, scale=self.scale, gate_THW=gate
             )
         if index.step is not None:
-            q_nope_THN, q_rope_THR = torch.split(index.step.take(query_THK), widths, dim=-1)
+            q_nope_THN, q_rope_THR = index.step.take(query_THK).split_with_sizes(widths, -1)
             gate = None if gate_THW is None else index.step.take(gate_THW)
             step_out = self.kernels.absorbed(
                 q_nope_THN, q_rope_THR, self.absorbed, rows_RC, index.step.spans, scale=self.scale, gate_THW=gate

@@ -15,7 +15,7 @@ from outrider.models.kimi_k3.mla import MlaAttention
 from outrider.models.kimi_k3.moe import DenseFfn, ExpertStorage, MoeFfn
 from outrider.models.kimi_k3.residual import ResidualMix, ResidualStream
 from outrider.models.kimi_k3.step import StepIndex
-from outrider.models.layers import Build
+from outrider.models.layers import Build, pin_attributes
 from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.models.protocol import AuxStream, TargetCaches
 from outrider.ops.activation import Activation
@@ -107,6 +107,7 @@ class KimiK3Model(nn.Module):
             layer.attention.prepare()
             if isinstance(layer.ffn, MoeFfn):
                 layer.ffn.prepare()
+        pin_attributes(self)
 
     def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
         """Tap "after layer t" for each 0-based t, in the given order; -1 is the embedding.

@@ -109,7 +109,7 @@ class MoeFfn(nn.Module):
         """``[T, D]`` to ``[T, D]``."""
         latent_TL, shared_TJ = x_TD, None
         if self.in_proj is not None:
-            down_TL, shared_TJ = torch.split(self.linear(x_TD, self.in_proj), self.sections, dim=-1)
+            down_TL, shared_TJ = self.linear(x_TD, self.in_proj).split_with_sizes(self.sections, -1)
             latent_TL = down_TL if self.up_proj is not None else x_TD
         out = self._run_routed(x_TD, latent_TL)
         if self.routed_norm is not None:

@@ -44,6 +44,7 @@ class ResidualStream:
         self._planes_BTD = embedded_TD.new_empty(num_snapshots + 1, *embedded_TD.shape)
         self._planes_BTD[0] = embedded_TD
         self._num_snapshots = 0
+        self._candidates_BTD = self._planes_BTD[:1]  # of the open block; most reads of a step share the view
         self._mix_norm = mix_norm
         self._waiting_TD: torch.Tensor | None = None
 
@@ -57,7 +58,7 @@ class ResidualStream:
     def candidates_BTD(self) -> torch.Tensor:
         """Snapshots in order, then the prefix; a view."""
         self._settle()
-        return self._planes_BTD[: self._num_snapshots + 1]
+        return self._candidates_BTD
 
     def read(self, mix: ResidualMix | None) -> torch.Tensor:
         """What the next sublayer norms: the mixture, or the prefix without a mix or snapshots."""
@@ -72,7 +73,7 @@ class ResidualStream:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What ``read`` gives, and its norm; ``rows_N`` restricts both to some rows."""
         if rows_N is None:
-            candidates_BTD, waiting_TD = self._planes_BTD[: self._num_snapshots + 1], self._waiting_TD
+            candidates_BTD, waiting_TD = self._candidates_BTD, self._waiting_TD
             self._waiting_TD = None
         else:
             candidates_BTD, waiting_TD = self.candidates_BTD.index_select(1, rows_N), None
@@ -83,6 +84,7 @@ class ResidualStream:
         """Freeze the prefix as a snapshot; ``restart`` must follow before the next read."""
         self._settle()
         self._num_snapshots += 1
+        self._candidates_BTD = self._planes_BTD[: self._num_snapshots + 1]
 
     def restart(self, out_TD: torch.Tensor) -> None:
         """First sublayer output of a block: it replaces the prefix (section 14.2)."""

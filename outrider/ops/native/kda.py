@@ -102,13 +102,9 @@ class _Rows:
         self.address = ctypes.addressof(self.layer)
         self.inner = num_heads * width
         self.function = library.function("kda_rows", ROWS_ARGUMENTS)
-        # An engine brings the same seats every time. They are not kept alive here: the model outlives the engine.
-        self.seats: weakref.ref[KdaSeats] | None = None
-        self.seats_record = _Seats()
+        self.seats = _SeatsAddress()
 
     def __call__(self, rows: ProjectedRows, seats: KdaSeats, slots_S: torch.Tensor, layout: SpanLayout) -> torch.Tensor:
-        if self.seats is None or self.seats() is not seats:
-            self.seats, self.seats_record = weakref.ref(seats), _seats_record(seats, num_layers=1)
         num_rows = layout.num_rows
         parts = (rows.inputs_TC, rows.gate_TI, rows.forget_TI, rows.beta_TH)
         log_rows = seats.inputs_RC.size(0)
@@ -121,7 +117,7 @@ class _Rows:
         )
         self.function(
             self.address,
-            ctypes.addressof(self.seats_record),
+            self.seats.of(seats, num_layers=1),
             *[part.data_ptr() for part in parts],
             *[_row_stride(part, num_rows) for part in parts],
             slots_S.data_ptr(),
@@ -142,17 +138,17 @@ class _Commit:
 
     def __init__(self, library: Library) -> None:
         self.function = library.function("kda_commit", COMMIT_ARGUMENTS)
+        self.seats = _SeatsAddress()
 
     def __call__(
         self, seats: KdaSeats, slots_S: torch.Tensor, rows_SM: torch.Tensor, num_committed_S: torch.Tensor
     ) -> None:
         num_layers, _, num_heads, width, _ = seats.state_BHWK.shape
-        record = _seats_record(seats, num_layers=num_layers)
         slots_S, rows_SM, num_committed_S = slots_S.contiguous(), rows_SM.contiguous(), num_committed_S.contiguous()
         for tensor in (slots_S, rows_SM, num_committed_S):
             assert tensor.dtype == torch.int64, f"{tensor.dtype} where int64 is read"
         self.function(
-            ctypes.addressof(record),
+            self.seats.of(seats, num_layers=num_layers),
             num_heads,
             width,
             seats.window_BXC.shape[-2],
@@ -162,6 +158,25 @@ class _Commit:
             *rows_SM.shape,
             torch.get_num_threads(),
         )
+
+
+class _SeatsAddress:
+    """Address of the record of the seats given last: an engine brings the same ones every time.
+
+    They are not kept alive here: the model outlives the engine.
+    """
+
+    def __init__(self) -> None:
+        self._seats: weakref.ref[KdaSeats] | None = None
+        self._record = _Seats()
+        self._address = 0
+
+    def of(self, seats: KdaSeats, *, num_layers: int) -> int:
+        """Valid until this is asked for other seats."""
+        if self._seats is None or self._seats() is not seats:
+            self._record = _seats_record(seats, num_layers=num_layers)
+            self._seats, self._address = weakref.ref(seats), ctypes.addressof(self._record)
+        return self._address
 
 
 def _seats_record(seats: KdaSeats, *, num_layers: int) -> _Seats:

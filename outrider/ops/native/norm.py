@@ -30,7 +30,7 @@ class NativeNorm:
             x_TD = x_TD.contiguous()
         out_TD = torch.empty(x_TD.shape, dtype=torch.bfloat16)
         if x_TD.dim() == 2 and weight_D.dim() == 1:
-            sizes, strides, weight_strides = (x_TD.shape[0], 1, 1), (x_TD.stride(0), 0, 0), (0, 0)
+            sizes, strides, weight_strides = (x_TD.shape[0], 1, 1), (x_TD.stride()[0], 0, 0), (0, 0)
         else:
             sizes, strides, weight_strides = _outer(x_TD, weight_D)
         self._norm(
