@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import outrider.engine.prefill
 import outrider.engine.round
 import outrider.engine.runner
 from outrider.batch import ForwardBatch, TargetOutput, TokenChoices
@@ -21,6 +22,7 @@ from outrider.engine.batching import PageTable, StepDrafts, StepSpans
 from outrider.engine.preemption import HostCopy
 from outrider.errors import ConfigError
 from outrider.ops.conv import shift_window
+from outrider.plan import ScheduledSequence
 from outrider.speculative.drafter import Drafter, DSparkDrafter, ObservedSpans
 
 __all__ = ["FAULTS", "Fault", "find_fault", "planted"]
@@ -79,22 +81,38 @@ def _conv_not_rolled_back() -> AbstractContextManager[None]:
     return _replaced(RecurrentCache, "commit", make)
 
 
-def _stale_page() -> AbstractContextManager[None]:
-    """A seat keeps the pages of its first owner, whoever sits there later."""
+@contextmanager
+def _stale_page() -> Iterator[None]:
+    """A seat keeps the pages of its first owner, whoever sits there later, for what is read and what is written."""
+    first_pages: dict[tuple[int, int], tuple[int, ...]] = {}
+    tables: list[PageTable] = []  # kept alive, so that no id is used twice
 
-    def make(assign: Callable[..., None]) -> Callable[..., None]:
-        taken: set[tuple[int, int]] = set()
-        tables: list[PageTable] = []  # kept alive, so that no id is used twice
-
+    def make_assign(assign: Callable[..., None]) -> Callable[..., None]:
         def wrong(self: PageTable, slot: int, page_ids: tuple[int, ...]) -> None:
-            if (id(self), slot) not in taken:
-                taken.add((id(self), slot))
+            if (id(self), slot) not in first_pages:
+                first_pages[id(self), slot] = page_ids
                 tables.append(self)
                 assign(self, slot, page_ids)
 
         return wrong
 
-    return _replaced(PageTable, "assign", make)
+    def make_batch(build_batch: Callable[..., ForwardBatch]) -> Callable[..., ForwardBatch]:
+        def wrong(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> ForwardBatch:
+            def stale(item: ScheduledSequence) -> ScheduledSequence:
+                pages = first_pages[id(page_table), item.state_slot]
+                behind = (0,) * max(0, len(item.page_ids) - len(pages))  # what a table holds where nothing was written
+                return replace(item, page_ids=pages + behind)
+
+            return build_batch(replace(spans, items=tuple(map(stale, spans.items))), drafts, page_table)
+
+        return wrong
+
+    with (
+        _replaced(PageTable, "assign", make_assign),
+        _replaced(outrider.engine.round, "build_batch", make_batch),
+        _replaced(outrider.engine.prefill, "build_batch", make_batch),
+    ):
+        yield
 
 
 def _neighbour_row() -> AbstractContextManager[None]:

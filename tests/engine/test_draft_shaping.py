@@ -12,6 +12,7 @@ from outrider.config import CacheConfig, EngineConfig, SchedulerConfig
 from outrider.engine.build import build_engine
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
+from outrider.models.dspark.config_json import read_config
 from outrider.request import Request, SamplingParams
 from outrider.speculative.drafter import Anchors
 from outrider.testing.tables import TableDrafter, TableTarget
@@ -149,7 +150,7 @@ def test_dspark_drafts_what_a_bias_makes_certain(tmp_path: Path, family: str, ke
     paths = write_toy_checkpoint(tmp_path / "target", toy, seed=1), tmp_path / "drafter"
     plain, spec = (
         LLM(*paths, dtype="float32", max_model_len=64, max_num_seqs=4, speculation=speculation)
-        for speculation in ("off", "auto")
+        for speculation in ("off", read_config(paths[1]).num_draft_tokens)
     )
     token_id = int(known[len(known) // 2])
     free = SamplingParams(max_tokens=16, ignore_eos=True)

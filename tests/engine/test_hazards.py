@@ -31,7 +31,7 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_toy_checkpoint(folder / "target", TOY, seed=2), folder / "drafter"
 
 
-def load(paths: tuple[Path, Path], speculation: str | int = "auto", max_num_seqs: int = 4) -> LLM:
+def load(paths: tuple[Path, Path], speculation: str | int = NUM_DRAFTS, max_num_seqs: int = 4) -> LLM:
     return LLM(
         paths[0],
         paths[1],
