@@ -28,6 +28,7 @@ SPEED_MEMORY = 0.1  # exponent of a measurement in the speed of the machine
 MEMORY = 0.05  # weight of a new measurement once there are many
 OUTLIER = 2.5  # a measurement counts as at most so many times what was expected
 TRUST = 8.0  # measurements of one shape that weigh as much as the fit through all shapes
+REFIT = 32  # measurements between two fits
 PRIOR_SLOPE = 0.05  # of a step's time, per further row or sequence, before enough was measured
 FIRST_GAIN = 1.2  # drafts accepted per proposal, until a drafter has shown what it is worth
 GAIN_MEMORY = 0.07  # weight of the last proposal in what a sequence's proposals gain
@@ -123,8 +124,8 @@ class MeasuredCost:
     def __init__(self, num_counts: int, speed: MachineSpeed) -> None:
         self._speed = speed
         self._means: dict[tuple[int, ...], list[float]] = {}  # counts -> [mean seconds, weight]
-        self._fit = np.zeros(num_counts + 1)
-        self._stale = True
+        self._level, self._slopes = 0.0, (0.0,) * num_counts
+        self._num_new, self._num_seen = 0, 0  # measurements since the fit, and in all
 
     def add(self, counts: tuple[int, ...], seconds: float) -> None:
         """Take in one measurement."""
@@ -136,14 +137,21 @@ class MeasuredCost:
             seconds = min(seconds, OUTLIER * entry[0])
         entry[0] += max(1 / (entry[1] + 1), MEMORY) * (seconds - entry[0])
         entry[1] += 1
-        self._stale = True
+        self._num_new += 1
+        self._num_seen += 1
+        if self._num_new >= min(self._num_seen // 2, REFIT):  # a fit costs as much as many estimates
+            self._refit()
 
     def __call__(self, counts: tuple[int, ...]) -> float:
         """Expected seconds at the first speed; 0 before anything was measured."""
-        if self._stale and self._means:
-            self._refit()
-        fitted = max(float(self._fit[0] + np.dot(self._fit[1:], counts)), 0.0)
-        mean, weight = self._means.get(counts, (0.0, 0.0))
+        fitted = self._level
+        for slope, count in zip(self._slopes, counts, strict=True):
+            fitted += slope * count
+        fitted = max(fitted, 0.0)
+        entry = self._means.get(counts)
+        if entry is None:
+            return fitted
+        mean, weight = entry
         return (weight * mean + TRUST * fitted) / (weight + TRUST)
 
     def _refit(self) -> None:
@@ -157,8 +165,8 @@ class MeasuredCost:
         gram = (offsets * weights[:, None]).T @ offsets + np.eye(shapes.shape[1])
         right = (offsets * weights[:, None]).T @ (means - level) + PRIOR_SLOPE * level
         slopes = np.maximum(np.linalg.solve(gram, right), 0.0)
-        self._fit = np.concatenate(([level - slopes @ centre], slopes))
-        self._stale = False
+        self._level, self._slopes = float(level - slopes @ centre), tuple(slopes.tolist())
+        self._num_new = 0
 
 
 @dataclass(slots=True)
@@ -196,9 +204,9 @@ class _Costs:
         self.propose = MeasuredCost(1, self.speed)  # of proposing sequences
         self.host = MeasuredCost(1, self.speed)  # between rounds, of sequences
 
-    def round(self, num_sequences: int, num_rows: int, num_proposing: int) -> float:
-        propose = self.propose((num_proposing,)) if num_proposing else 0.0
-        return max(self.host((num_sequences,)) + propose + self.step((num_sequences, num_rows)), 1e-9)
+    def beside(self, num_sequences: int, num_proposing: int) -> float:
+        """All of a round but its step."""
+        return self.host((num_sequences,)) + (self.propose((num_proposing,)) if num_proposing else 0.0) + 1e-9
 
 
 class AdaptiveLengths:
@@ -249,12 +257,15 @@ class AdaptiveLengths:
         rows = float(sum(len(item.query_token_ids) for item in scheduled))
         rows += sum(scheduled[index].draft_budget for index in always)
         tokens = float(sum(item.wants_logits for item in scheduled)) + self._typical_gain * len(always)
-        best, best_rate = 0, MARGIN * tokens / self._costs.round(num_sequences, round(rows), len(always))
+        costs = self._costs
+        seconds = costs.beside(num_sequences, len(always)) + costs.step((num_sequences, round(rows)))
+        best, best_rate = 0, MARGIN * tokens / seconds
         for count, index in enumerate(ordered, 1):
             track = self._track(scheduled[index])
             tokens += track.gain
             rows += min(track.rows, scheduled[index].draft_budget)
-            rate = tokens / self._costs.round(num_sequences, round(rows), len(always) + count)
+            seconds = costs.beside(num_sequences, len(always) + count) + costs.step((num_sequences, round(rows)))
+            rate = tokens / seconds
             if rate > best_rate:
                 best, best_rate = count, rate
         return ordered[:best]
@@ -285,10 +296,11 @@ class AdaptiveLengths:
         num_sequences = len(scheduled)
         rows = sum(len(item.query_token_ids) for item in scheduled) + sum(lengths)
         tokens = float(sum(item.wants_logits for item in scheduled)) + self._typical_gain * sum(map(bool, lengths))
-        best, best_rate = 0, tokens / self._costs.round(num_sequences, rows, len(proposing))
+        beside, step = self._costs.beside(num_sequences, len(proposing)), self._costs.step
+        best, best_rate = 0, tokens / (beside + step((num_sequences, rows)))
         for count, (survival, _) in enumerate(drafts, 1):
             tokens += survival
-            rate = tokens / self._costs.round(num_sequences, rows + count, len(proposing))
+            rate = tokens / (beside + step((num_sequences, rows + count)))
             if rate > best_rate:
                 best, best_rate = count, rate
         for _, index in drafts[:best]:
