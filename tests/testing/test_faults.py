@@ -30,7 +30,9 @@ def functions() -> list[object]:
 def test_a_fault_replaces_what_it_must_and_puts_it_back(name: str) -> None:
     before = functions()
     with pytest.raises(KeyError), planted(find_fault(name)):
-        assert sum(now is not then for now, then in zip(functions(), before, strict=True)) == (2 if name == "stale-page" else 1)
+        assert sum(now is not then for now, then in zip(functions(), before, strict=True)) == (
+            2 if name == "stale-page" else 1
+        )
         raise KeyError
     assert all(now is then for now, then in zip(functions(), before, strict=True))
 
