@@ -85,7 +85,7 @@ class EngineConfig:
 
 
 def resolve_num_draft_tokens(speculation: str | int, drafter_num_draft_tokens: int) -> int:
-    """Drafts per round for ``speculation`` = ``"auto"`` | ``"off"`` | a number of drafts.
+    """Drafts per round for ``speculation`` = ``"auto"`` | ``"adaptive"`` | ``"off"`` | a number.
 
     A drafter is trained for its block: asking for more rows changes what every row attends to and
     ruins all positions, so that is refused rather than tried.
@@ -93,12 +93,12 @@ def resolve_num_draft_tokens(speculation: str | int, drafter_num_draft_tokens: i
     Raises:
         ConfigError: the value is unknown, negative or beyond the drafter's block.
     """
-    if speculation == "auto":
+    if speculation in ("auto", "adaptive"):
         return drafter_num_draft_tokens
     if speculation == "off":
         return 0
     if isinstance(speculation, bool) or not isinstance(speculation, int) or speculation < 0:
-        raise ConfigError(f"speculation={speculation!r} is unknown; use 'auto', 'off' or a number >= 0")
+        raise ConfigError(f"speculation={speculation!r} is unknown; use 'auto', 'adaptive', 'off' or a number >= 0")
     if speculation > drafter_num_draft_tokens:
         raise ConfigError(
             f"speculation={speculation} exceeds the {drafter_num_draft_tokens} draft tokens that the "

@@ -35,7 +35,7 @@ def resolve_dtype(dtype: str) -> str | None:
 
 
 def parse_speculation(text: str) -> str | int:
-    """A number of drafts, or the word as it is; the engine refuses words other than auto and off."""
+    """A number of drafts, or the word as it is; the engine refuses words that it does not know."""
     return int(text) if text.isdecimal() and len(text) <= MAX_DIGITS else text
 
 
