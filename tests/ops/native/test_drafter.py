@@ -32,14 +32,6 @@ def drafter(native):
     return NativeDrafter(native)
 
 
-@pytest.fixture(params=(1, 2), ids=("thread1", "thread2"))
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 class Case:
     """Projections of blocks of several sequences, in a context cache full of NaN outside their pages."""
 

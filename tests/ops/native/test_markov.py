@@ -22,14 +22,6 @@ def markov(native):
     return NativeMarkov(native)
 
 
-@pytest.fixture(params=(1, 2), ids=("thread1", "thread2"))
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 class Case:
     """Heads and block rows of some sequences."""
 

@@ -26,14 +26,6 @@ def mla(native):
     return NativeMla(native)
 
 
-@pytest.fixture(params=(1, 2), ids=("thread1", "thread2"))
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 class Case:
     """Spans at the end of their contexts, in a cache full of NaN elsewhere; queries and gate are views."""
 
