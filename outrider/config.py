@@ -16,6 +16,7 @@ __all__ = [
     "native_ops_wanted",
     "resolve_num_draft_tokens",
     "user_cache_directory",
+    "user_models_directory",
 ]
 
 # Variables by which the CPU libraries under torch choose their kernels, and how their threads wait.
@@ -123,6 +124,18 @@ def user_cache_directory() -> Path:
     # The base directory specification: a relative path is invalid and is ignored.
     base = Path(chosen) if os.path.isabs(chosen) else Path(os.path.expanduser("~")) / ".cache"
     return base / "outrider"
+
+
+def user_models_directory() -> Path:
+    """Where imported models go: ``$OUTRIDER_HOME/models``, by default beside the rebuildable files of this user.
+
+    Raises:
+        ConfigError: the variable holds a relative path.
+    """
+    chosen = os.environ.get("OUTRIDER_HOME", "")
+    if chosen and not os.path.isabs(chosen):
+        raise ConfigError(f"OUTRIDER_HOME={chosen!r} is a relative path; give an absolute one")
+    return (Path(chosen) if chosen else user_cache_directory()) / "models"
 
 
 def kernel_environment() -> Mapping[str, str]:

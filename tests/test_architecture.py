@@ -27,6 +27,7 @@ FLAGS = {
     "BenchStartup": "model drafter repeats threads dtype device experts numerics probe json record",
     "BenchAb": "model drafter prompts tiers concurrency num_prompts max_tokens arms repeats threads speculation "
     "dtype device experts numerics probe json record",
+    "ImportGguf": "file out dtype",
     "Inspect": "path json",
     "Logits": "model prompt_ids json dtype device experts numerics probe threads",
     "Verify": "model drafter prompts max_tokens full inject taps json threads dtype device experts",
@@ -71,5 +72,5 @@ def test_flags_are_frozen() -> None:
 
 def test_every_flag_is_documented() -> None:
     page = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
-    flags = {flag for text in FLAGS.values() for flag in text.split()} - {"kind", "model", "path"}
+    flags = {flag for text in FLAGS.values() for flag in text.split()} - {"kind", "model", "path", "file"}
     assert not [flag for flag in sorted(flags) if f"--{flag.replace('_', '-')}" not in page]

@@ -20,6 +20,7 @@ from outrider.cli.arguments import (
     Command,
     Demo,
     Generate,
+    ImportGguf,
     Inspect,
     Logits,
     Verify,
@@ -31,6 +32,7 @@ from outrider.cli.bench_startup import run_bench_startup
 from outrider.cli.bench_step import run_bench_step
 from outrider.cli.demo import run_demo
 from outrider.cli.generate import run_generate
+from outrider.cli.import_gguf import run_import_gguf
 from outrider.cli.inspect import run_inspect
 from outrider.cli.logits import run_logits
 from outrider.cli.verify import run_verify
@@ -88,6 +90,8 @@ def _run(command: object) -> int:
             return run_demo(command)
         case Bench():
             return _run_bench(command)
+        case ImportGguf():
+            return run_import_gguf(command)
         case Inspect():
             return run_inspect(command)
         case Logits():

@@ -4,7 +4,7 @@ A new flag is a new field here and a new line in the frozen list of tests/test_a
 """
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -20,6 +20,7 @@ __all__ = [
     "Command",
     "Demo",
     "Generate",
+    "ImportGguf",
     "Inspect",
     "Logits",
     "Verify",
@@ -312,6 +313,18 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ImportGguf:
+    """Turn a GGUF file of a Llama or Qwen3 model into a checkpoint directory: config, weights, tokenizer, template."""
+
+    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
+    """The .gguf file; F32, F16, BF16, Q8_0, Q4_0 and Q4_1 are read."""
+    out: str = ""
+    """Directory to make; none = the file's name without its ending."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Number format of the weights written."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
     """Write the logits of the last prompt position, all of the vocabulary, as JSON."""
 
@@ -369,6 +382,7 @@ subcommand = tyro.conf.subcommand
 Command = (
     Annotated[Generate, subcommand("generate")]
     | Annotated[Demo, subcommand("demo")]
+    | Annotated[ImportGguf, subcommand("import-gguf")]
     | Annotated[Inspect, subcommand("inspect")]
     | Annotated[Logits, subcommand("logits")]
     | Annotated[tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Bench]], subcommand("bench")]

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from outrider.errors import CheckpointError
+from outrider.models.pretrained import PRETRAINED, pretrained_checkpoint
 
 __all__ = ["resolve_checkpoint"]
 
@@ -13,17 +14,23 @@ def resolve_checkpoint(name: str, *, checkout: Path = CHECKOUT) -> Path:
     """The directory that `name` means.
 
     It is a path as it stands, else a name under `models/` of the working directory, else a path or a name
-    under `models/` of the checkout that this package lies in.
+    under `models/` of the checkout that this package lies in. A known name that is none of these, such as
+    `smollm2`, is fetched and imported at first use.
 
     Raises:
-        CheckpointError: there is no such directory.
+        CheckpointError: there is no such directory, or the known model cannot be fetched.
     """
     candidates = (Path(name), Path("models") / name, checkout / name, checkout / "models" / name)
     for candidate in candidates:
         if name and _is_directory(candidate):
             return candidate
+    if name in PRETRAINED:
+        return pretrained_checkpoint(name)
     tried = ", ".join(str(candidate) for candidate in dict.fromkeys(candidates))
-    raise CheckpointError(f"no checkpoint {name!r} (tried {tried}); give a directory that holds a config.json")
+    raise CheckpointError(
+        f"no checkpoint {name!r} (tried {tried}); give a directory that holds a config.json, "
+        f"or one of the known names: {', '.join(PRETRAINED)}"
+    )
 
 
 def _is_directory(path: Path) -> bool:

@@ -75,7 +75,7 @@ class Tokenizer(Protocol):
         thinking: bool = False,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a chat in the K3 format; see `outrider.tokenizer.chat.render_k3_chat`."""
+        """Token ids of a chat, in the K3 format or by the checkpoint's own template."""
         ...
 
 

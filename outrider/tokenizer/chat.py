@@ -10,12 +10,18 @@ from outrider.errors import RequestError, UnsupportedError
 from outrider.tokenizer.base import Tokenizer
 from outrider.tokenizer.messages import ChatMessage, ToolCall, parse_messages
 
-__all__ = ["answer_stop_ids", "render_k3_chat"]
+__all__ = ["answer_stop_ids", "has_k3_markers", "render_k3_chat"]
 
 OPEN = "<|open|>"
 CLOSE = "<|close|>"
 SEP = "<|sep|>"
 END_OF_MESSAGE = "<|end_of_msg|>"
+MARKERS = (OPEN, CLOSE, SEP, END_OF_MESSAGE)
+
+
+def has_k3_markers(tokenizer: Tokenizer) -> bool:
+    """Whether chats of this tokenizer are in the K3 format."""
+    return tokenizer.special_token_ids.keys() >= set(MARKERS)
 
 
 def render_k3_chat(
@@ -73,9 +79,9 @@ def answer_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Ids that end an answer to a prompt rendered without thinking.
 
     Such an answer is the rest of the response channel, which the next `<|close|>` ends; what follows
-    it only closes the message.
+    it only closes the message. In other formats an answer ends with the checkpoint's own stop ids.
     """
-    return (tokenizer.special_token_id(CLOSE),)
+    return (tokenizer.special_token_id(CLOSE),) if has_k3_markers(tokenizer) else ()
 
 
 class _SegmentWriter:
@@ -85,11 +91,11 @@ class _SegmentWriter:
         self.token_ids: list[int] = []
         self._tokenizer = tokenizer
         named = tokenizer.special_token_ids
-        missing = [name for name in (OPEN, CLOSE, SEP, END_OF_MESSAGE) if name not in named]
+        missing = [name for name in MARKERS if name not in named]
         if missing:
             raise UnsupportedError(
-                f"the tokenizer has no {', '.join(missing)} token, which the K3 chat format needs; "
-                "send a plain prompt, or use a checkpoint with the K3 markers"
+                f"the tokenizer has no {', '.join(missing)} token, which the K3 chat format needs, and "
+                "the checkpoint has no chat template; send a plain prompt, or use a checkpoint with one of them"
             )
         self._open, self._close, self._sep = named[OPEN], named[CLOSE], named[SEP]
         self._end_of_message = named[END_OF_MESSAGE]

@@ -5,7 +5,8 @@ from types import MappingProxyType
 
 from outrider.errors import EngineFault, TokenizerError
 from outrider.tokenizer.base import TextEncoder, TokenTable, well_formed
-from outrider.tokenizer.chat import render_k3_chat
+from outrider.tokenizer.chat import has_k3_markers, render_k3_chat
+from outrider.tokenizer.template import ChatTemplate
 
 __all__ = ["CheckpointTokenizer"]
 
@@ -17,12 +18,20 @@ class CheckpointTokenizer:
         table: what every id stands for.
         encoder: turns text into ids of that table.
         effort_message: text of the K3 thinking-effort message, or None when the checkpoint has none.
+        template: the checkpoint's own chat template, for those without the K3 markers.
     """
 
-    def __init__(self, table: TokenTable, encoder: TextEncoder, effort_message: str | None = None) -> None:
+    def __init__(
+        self,
+        table: TokenTable,
+        encoder: TextEncoder,
+        effort_message: str | None = None,
+        template: ChatTemplate | None = None,
+    ) -> None:
         self._table = table
         self._encoder = encoder
         self._effort_message = effort_message
+        self._template = template
         self._special_token_ids = MappingProxyType(dict(table.id_by_name))
 
     @property
@@ -81,7 +90,12 @@ class CheckpointTokenizer:
         thinking: bool = False,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Token ids of a chat in the K3 format; see `outrider.tokenizer.chat.render_k3_chat`."""
+        """Token ids of a chat: in the K3 format where the markers exist, else by the checkpoint's template.
+
+        See `outrider.tokenizer.chat.render_k3_chat` and `outrider.tokenizer.template.ChatTemplate.render`.
+        """
+        if self._template is not None and not has_k3_markers(self):
+            return self._template.render(self, messages, thinking=thinking, add_generation_prompt=add_generation_prompt)
         return render_k3_chat(
             self,
             messages,

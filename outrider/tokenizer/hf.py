@@ -8,6 +8,8 @@ enough for this, because it covers only the added tokens declared `special`.
 
 import copy
 import json
+import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,20 +23,44 @@ from outrider.tokenizer.files import read_json_object
 __all__ = ["HfEncoder", "load_hf"]
 
 
-class HfEncoder:
-    """Encodes with the `tokenizers` library; see the module text for the two encoders."""
+# Bytes that a vocabulary may lack: those that no UTF-8 text has, control characters that no text needs, and the
+# first bytes of planes in which nothing is assigned but private use.
+SPARE_BYTES = frozenset({*range(0x20), 0x7F, 0xC0, 0xC1, *range(0xF1, 0x100)} - set(b"\t\n\r"))
 
-    def __init__(self, plain: tokenizers.Tokenizer, full: tokenizers.Tokenizer) -> None:
+
+class HfEncoder:
+    """Encodes with the `tokenizers` library; see the module text for the two encoders.
+
+    Args:
+        plain: knows no control token.
+        full: knows every added token.
+        lacking: bytes that the vocabulary has no token for; a character that needs one becomes U+FFFD, since the
+            library would drop it.
+    """
+
+    def __init__(
+        self, plain: tokenizers.Tokenizer, full: tokenizers.Tokenizer, lacking: frozenset[int] = frozenset()
+    ) -> None:
         self._plain = plain
         self._full = full
+        controls = "".join(re.escape(chr(byte)) for byte in sorted(lacking) if byte < 0x80)
+        planes = "".join(
+            f"{chr(max(0x10000, (byte & 7) << 18))}-{chr(min(sys.maxunicode, ((byte & 7) + 1 << 18) - 1))}"
+            for byte in sorted(lacking)
+            if 0xF0 <= byte <= 0xF4
+        )
+        self._lacking = re.compile(f"[{controls}{planes}]") if controls or planes else None
 
     def encode_plain(self, text: str) -> list[int]:
         """Token ids of `text` with no control token matched."""
-        return self._plain.encode(text, add_special_tokens=False).ids
+        return self._plain.encode(self._known(text), add_special_tokens=False).ids
 
     def encode_with_special(self, text: str) -> list[int]:
         """Token ids of `text` with added tokens matched by name."""
-        return self._full.encode(text, add_special_tokens=False).ids
+        return self._full.encode(self._known(text), add_special_tokens=False).ids
+
+    def _known(self, text: str) -> str:
+        return text if self._lacking is None else self._lacking.sub("\ufffd", text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,8 +76,8 @@ class _Parsed:
 def load_hf(path: Path, *, eos_names: Iterable[str], eos_ids: Iterable[int]) -> tuple[TokenTable, HfEncoder]:
     """Read the `tokenizer.json` at `path`.
 
-    Raises TokenizerError when the file is malformed, is not byte-level BPE, lacks one of the 256 byte
-    tokens, or when an end-of-sequence token is not in it.
+    Raises TokenizerError when the file is malformed, is not byte-level BPE, lacks the token of a byte that
+    text needs, or when an end-of-sequence token is not in it.
     """
     parsed = _parse(path)
     byte_of_char = byte_level_alphabet()
@@ -70,12 +96,13 @@ def load_hf(path: Path, *, eos_names: Iterable[str], eos_ids: Iterable[int]) -> 
     plain = _without_tokens(parsed, control_names)
     full = _without_tokens(parsed, set())
     missing = [char for char in byte_of_char if plain.token_to_id(char) is None]
-    if missing:
+    lacking = frozenset(byte_of_char[char] for char in missing)
+    if lacking - SPARE_BYTES:
         raise TokenizerError(
-            f"{path.name} has no token for {len(missing)} of the 256 bytes, the first is "
-            f"0x{byte_of_char[missing[0]]:02X}; such text would be lost: train the BPE on the full byte alphabet"
+            f"{path.name} has no token for {len(missing)} of the 256 bytes, the first that text needs is "
+            f"0x{min(lacking - SPARE_BYTES):02X}; such text would be lost: train the BPE on the full byte alphabet"
         )
-    return table, HfEncoder(plain, full)
+    return table, HfEncoder(plain, full, lacking)
 
 
 def byte_level_alphabet() -> dict[str, int]:

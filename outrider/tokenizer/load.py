@@ -9,6 +9,7 @@ from outrider.tokenizer.checkpoint import CheckpointTokenizer
 from outrider.tokenizer.files import eos_names_of, ids_of, read_json_object
 from outrider.tokenizer.hf import load_hf
 from outrider.tokenizer.literals import read_effort_message, read_split_pattern
+from outrider.tokenizer.template import read_template
 from outrider.tokenizer.tiktoken_k3 import K3_SPLIT_PATTERN, load_tiktoken
 
 __all__ = ["load_tokenizer"]
@@ -20,8 +21,8 @@ def load_tokenizer(path: str | Path, *, eos_token_id: int | Sequence[int] | None
     """Load the tokenizer in the folder `path`, or beside the file `path`.
 
     `tiktoken.model` is used when present, else `tokenizer.json`. `tokenizer_config.json`,
-    `generation_config.json`, `tokenization_kimi.py` and `encoding_k3.py` are read when present; Python
-    files are parsed, never executed.
+    `generation_config.json`, `tokenization_kimi.py`, `encoding_k3.py` and a chat template are read when present;
+    Python files are parsed, never executed, and the template runs in a sandbox.
 
     Args:
         path: a checkpoint folder, or a file named `tokenizer.json` or `tiktoken.model`.
@@ -42,16 +43,17 @@ def load_tokenizer(path: str | Path, *, eos_token_id: int | Sequence[int] | None
     ]
     encoding_file = folder / "encoding_k3.py"
     effort_message = read_effort_message(encoding_file, DEFAULT_EFFORT) if encoding_file.is_file() else None
+    template = read_template(folder, tokenizer_config)
     if "tiktoken.model" in names and (folder / "tiktoken.model").is_file():
         pattern_file = folder / "tokenization_kimi.py"
         pattern = read_split_pattern(pattern_file) if pattern_file.is_file() else K3_SPLIT_PATTERN
         table, tiktoken_encoder = load_tiktoken(
             folder / "tiktoken.model", tokenizer_config, pattern, eos_names=eos_names, eos_ids=eos_ids
         )
-        return CheckpointTokenizer(table, tiktoken_encoder, effort_message)
+        return CheckpointTokenizer(table, tiktoken_encoder, effort_message, template)
     if "tokenizer.json" in names and (folder / "tokenizer.json").is_file():
         table, hf_encoder = load_hf(folder / "tokenizer.json", eos_names=eos_names, eos_ids=eos_ids)
-        return CheckpointTokenizer(table, hf_encoder, effort_message)
+        return CheckpointTokenizer(table, hf_encoder, effort_message, template)
     raise TokenizerError(
         f"{given} holds neither tiktoken.model nor tokenizer.json; pass the folder of a complete checkpoint"
     )

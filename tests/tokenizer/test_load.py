@@ -84,7 +84,7 @@ def test_bad_ranks_are_rejected(make_tiktoken, edit, words):
         (lambda doc: doc["model"].update(type="WordPiece"), "WordPiece"),
         (lambda doc: doc.update(decoder={"type": "Metaspace"}), "ByteLevel decoder"),
         (lambda doc: doc.update(pre_tokenizer=None), "ByteLevel pre_tokenizer"),
-        (lambda doc: doc["model"]["vocab"].pop("!"), "1 of the 256 bytes, the first is 0x21"),
+        (lambda doc: doc["model"]["vocab"].pop("!"), "1 of the 256 bytes, the first that text needs is 0x21"),
         (lambda doc: doc["model"].update(merges=[["a"]]), "malformed"),
         (lambda doc: doc["added_tokens"].append({"content": "x"}), "malformed"),
         (lambda doc: doc["added_tokens"].append({"content": "\ud800", "id": 999, "special": True}), "UTF-8"),

@@ -1,0 +1,1 @@
+"""GGUF files as checkpoints in the Hugging Face form, for the Llama family."""
