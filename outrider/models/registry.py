@@ -10,6 +10,7 @@ from outrider.errors import UnsupportedError
 from outrider.models.fields import Fields, read_config_json
 from outrider.models.kimi_k3.load import load_kimi_k3
 from outrider.models.kimi_k3.moe import ExpertForm
+from outrider.models.llama.load import load_llama
 from outrider.models.numerics import NumericsChoice
 from outrider.models.protocol import TargetModel
 
@@ -33,7 +34,12 @@ class TargetLoader(Protocol):
         ...
 
 
-TARGET_LOADERS: Mapping[str, TargetLoader] = {"kimi_k3": load_kimi_k3, "kimi_linear": load_kimi_k3}
+TARGET_LOADERS: Mapping[str, TargetLoader] = {
+    "kimi_k3": load_kimi_k3,
+    "kimi_linear": load_kimi_k3,
+    "llama": load_llama,
+    "qwen3": load_llama,
+}
 
 
 def load_target(

@@ -1,4 +1,4 @@
-"""Rotary position embedding with optional YaRN scaling.
+"""Rotary position embedding, plain or scaled: linear, by parts (Llama 3), YaRN.
 
 Dims: T rows, H heads, K head width, P positions, F = rotary width / 2 frequencies.
 """
@@ -12,6 +12,9 @@ from outrider.errors import ConfigError
 from outrider.ops.invariant import island_dtype
 
 __all__ = [
+    "LinearScaling",
+    "Llama3Scaling",
+    "RopeScaling",
     "RotaryTable",
     "YarnScaling",
     "apply_half",
@@ -37,6 +40,26 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """All positions divided by a factor."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Long waves divided by a factor, short ones kept, a smooth change between; names of the published configs."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RotaryTable:
     """Cosine and sine of every absolute position, attention factor multiplied in."""
 
@@ -49,19 +72,38 @@ def yarn_magnitude(factor: float, mscale: float = 1.0) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def rotary_frequencies(rotary_dim: int, theta: float, scaling: YarnScaling | None = None) -> tuple[torch.Tensor, float]:
-    """Inverse frequencies ``[F]`` in float64 and the factor on cosine and sine.
-
-    Source: dspark section 1.11 (YaRN as in transformers): frequencies that turn more than ``beta_fast``
-    times within the original context keep their speed, those below ``beta_slow`` turns are slowed by
-    ``factor``, with a linear ramp between.
-    """
+def rotary_frequencies(rotary_dim: int, theta: float, scaling: RopeScaling | None = None) -> tuple[torch.Tensor, float]:
+    """Inverse frequencies ``[F]`` in float64 and the factor on cosine and sine."""
     if rotary_dim % 2:
         raise ConfigError(f"rotary width {rotary_dim} is odd; use an even head width")
     exponent_F = torch.arange(0, rotary_dim, 2, dtype=torch.float64) / rotary_dim
     plain_F = 1.0 / theta**exponent_F
-    if scaling is None:
-        return plain_F, 1.0
+    match scaling:
+        case None:
+            return plain_F, 1.0
+        case LinearScaling():
+            return plain_F / scaling.factor, 1.0
+        case Llama3Scaling():
+            return _by_parts(plain_F, scaling), 1.0
+        case YarnScaling():
+            return _yarn(plain_F, theta, scaling), _attention_factor(scaling)
+
+
+def _by_parts(plain_F: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
+    """Llama 3.1's frequencies, as in transformers: a wave counts its turns within the original context."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns_F = scaling.original_max_positions * plain_F / (2 * math.pi)
+    share_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)  # 1 = as trained
+    return plain_F * share_F + plain_F / scaling.factor * (1.0 - share_F)
+
+
+def _yarn(plain_F: torch.Tensor, theta: float, scaling: YarnScaling) -> torch.Tensor:
+    """Source: dspark section 1.11 (YaRN as in transformers).
+
+    Frequencies that turn more than ``beta_fast`` times within the original context keep their speed, those below
+    ``beta_slow`` turns are slowed by ``factor``, with a linear ramp between.
+    """
+    rotary_dim = 2 * plain_F.shape[0]
 
     def dim_of(num_rotations: float) -> float:
         turns = scaling.original_max_positions / (num_rotations * 2 * math.pi)
@@ -73,8 +115,7 @@ def rotary_frequencies(rotary_dim: int, theta: float, scaling: YarnScaling | Non
     low, high = max(low, 0), min(high, rotary_dim - 1)
     span = high - low if high != low else 0.001  # transformers' guard against a zero-width ramp
     ramp_F = ((torch.arange(rotary_dim // 2, dtype=torch.float64) - low) / span).clamp(0.0, 1.0)
-    mixed_F = plain_F * (1.0 - ramp_F) + plain_F / scaling.factor * ramp_F
-    return mixed_F, _attention_factor(scaling)
+    return plain_F * (1.0 - ramp_F) + plain_F / scaling.factor * ramp_F
 
 
 def _attention_factor(scaling: YarnScaling) -> float:
@@ -90,7 +131,7 @@ def rotary_table(
     num_positions: int,
     rotary_dim: int,
     theta: float,
-    scaling: YarnScaling | None = None,
+    scaling: RopeScaling | None = None,
     *,
     dtype: torch.dtype = torch.float32,
 ) -> RotaryTable:

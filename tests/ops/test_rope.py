@@ -81,3 +81,30 @@ def test_against_transformers(truncate):
 def test_odd_widths_are_refused():
     with pytest.raises(ConfigError, match="odd"):
         rope.rotary_frequencies(7, 1e4)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaling"),
+    [
+        ({"rope_type": "linear", "factor": 2.5}, rope.LinearScaling(factor=2.5)),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            rope.Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192),
+        ),
+    ],
+)
+def test_scaled_frequencies_agree_with_transformers(parameters: dict[str, object], scaling: rope.RopeScaling) -> None:
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    config = LlamaConfig(head_dim=128, rope_parameters={"rope_theta": 500_000.0, **parameters})
+    expected, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](config, torch.device("cpu"))
+    found, found_factor = rope.rotary_frequencies(128, 500_000.0, scaling)
+    assert found_factor == factor == 1.0
+    assert torch.allclose(found.float(), expected, rtol=3e-6, atol=0)

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from outrider.models.kimi_k3.config import KdaConfig
-from outrider.models.kimi_k3.step import GroupIndex, StepIndex, scatter_groups
 from outrider.models.layers import Build
 from outrider.models.protocol import TargetCaches
+from outrider.models.step import GroupIndex, StepIndex, scatter_groups
 from outrider.ops.kda_step import KdaParameters, LayerRows, ProjectedRows
 
 __all__ = ["KDA_CHUNK", "KdaAttention"]

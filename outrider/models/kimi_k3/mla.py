@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from outrider.models.kimi_k3.config import MlaConfig
-from outrider.models.kimi_k3.step import StepIndex, scatter_groups
 from outrider.models.layers import Build
 from outrider.models.protocol import TargetCaches
+from outrider.models.step import StepIndex, scatter_groups
 from outrider.ops.attention import AbsorbedWeights, mla_expanded
 
 __all__ = ["MlaAttention"]

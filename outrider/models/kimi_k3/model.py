@@ -14,10 +14,10 @@ from outrider.models.kimi_k3.kda import KDA_CHUNK, KdaAttention
 from outrider.models.kimi_k3.mla import MlaAttention
 from outrider.models.kimi_k3.moe import DenseFfn, ExpertStorage, MoeFfn
 from outrider.models.kimi_k3.residual import ResidualMix, ResidualStream
-from outrider.models.kimi_k3.step import StepIndex
 from outrider.models.layers import Build, pin_attributes
 from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.models.protocol import AuxStream, TargetCaches
+from outrider.models.step import StepIndex
 from outrider.ops.activation import Activation
 from outrider.ops.linear import embedding
 from outrider.ops.native.linear import pack_weights

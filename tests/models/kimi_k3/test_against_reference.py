@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.models.kimi_k3.model import KimiK3Model
-from outrider.models.kimi_k3.step import StepIndex
+from outrider.models.step import StepIndex
 from outrider.testing.driver import Driver, Span
 
 pytestmark = pytest.mark.gates
