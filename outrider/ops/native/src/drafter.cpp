@@ -26,7 +26,6 @@ struct Rotation {
 struct Block {
   const bf16* qkv_TNK;   // rows of all blocks: query heads, key heads, value heads
   const bf16* gain_NK;   // of query and key heads
-  const std::int64_t* position_T;
   const std::int64_t* num_keys_S;
   std::int64_t rows, heads, kv_heads, width;  // rows of one block
   float eps, scale;
@@ -89,13 +88,12 @@ void attend_group(const Block& block, const Mask& mask, const Rotation& rotation
   const std::int64_t group = block.heads / block.kv_heads, width = block.width;
   const std::int64_t num_queries = block.rows * group, num_context = block.num_keys_S[sequence];
   const bf16* rows = block.qkv_TNK + sequence * block.rows * block.row_size();
-  const std::int64_t* positions = block.position_T + sequence * block.rows;
   attention.start(num_queries, width);
   for (std::int64_t q = 0; q < num_queries; ++q) {
     std::int64_t g = q / group, head = kv_head * group + q % group;
     bf16* query = attention.query_row(q);
     norm_row(rows + g * block.row_size() + head * width, block.gain_NK + head * width, block.eps, width, query);
-    rotation.apply(query, positions[g]);
+    rotation.apply(query, num_context + g);
   }
   attention.pack_queries();
   bf16* block_keys = key_buffer.at_least(block.rows * width);
@@ -103,25 +101,31 @@ void attend_group(const Block& block, const Mask& mask, const Rotation& rotation
   for (std::int64_t g = 0; g < block.rows; ++g) {
     bf16* key = block_keys + g * width;
     norm_row(rows + g * block.row_size() + key_head * width, block.gain_NK + key_head * width, block.eps, width, key);
-    rotation.apply(key, positions[g]);
+    rotation.apply(key, num_context + g);
   }
 
-  visible.start(mask, num_context, block.rows, group);
   const std::int64_t num_keys = num_context + block.rows;
-  for (std::int64_t first = mask.begin(num_context, 0) / KEYS * KEYS; first < num_keys; first += KEYS) {
+  auto tile_at = [&](std::int64_t first, Tile& tile) {
     const std::int64_t last = min64(first + KEYS, num_keys);
-    const bf16 *keys[KEYS], *values[KEYS];
     table.for_rows(sequence, first, min64(last, num_context), [&](std::int64_t i, std::int64_t row) {
       std::int64_t offset = (row * block.kv_heads + kv_head) * width;
-      keys[i] = context_keys + offset;
-      values[i] = context_values + offset;
+      tile.keys[i] = context_keys + offset;
+      tile.values[i] = context_values + offset;
     });
     for (std::int64_t at = max64(first, num_context); at < last; ++at) {
-      keys[at - first] = block_keys + (at - num_context) * width;
-      values[at - first] = rows + (at - num_context) * block.row_size() + (key_head + block.kv_heads) * width;
+      tile.keys[at - first] = block_keys + (at - num_context) * width;
+      tile.values[at - first] = rows + (at - num_context) * block.row_size() + (key_head + block.kv_heads) * width;
     }
-    const bool limited = visible.limit(first, last);
-    attention.attend(keys, values, static_cast<int>(last - first), limited ? visible.lowest() : nullptr,
+    tile.count = static_cast<int>(max64(last - first, 0));
+  };
+  visible.start(mask, num_context, block.rows, group);
+  Tile tiles[2];
+  std::int64_t first = mask.begin(num_context, 0) / KEYS * KEYS;
+  tile_at(first, tiles[0]);
+  for (int now = 0; first < num_keys; first += KEYS, now = 1 - now) {
+    tile_at(first + KEYS, tiles[1 - now]);
+    const bool limited = visible.limit(first, first + tiles[now].count);
+    attention.attend(tiles[now], tiles[1 - now], limited ? visible.lowest() : nullptr,
                      limited ? visible.highest() : nullptr, block.scale);
   }
   attention.results([&](std::int64_t q, const bf16* values) {
@@ -135,12 +139,12 @@ void attend_group(const Block& block, const Mask& mask, const Rotation& rotation
 // out[t, h] of all block rows of all sequences. num_tiles: key tiles of the longest context, only for the choice to use
 // threads at all. window 0 = none.
 OUTRIDER_API void outrider_attend_block(
-    const bf16* qkv_TNK, const bf16* gain_NK, const std::int64_t* position_T, const float* cosine, const float* sine,
-    const bf16* context_keys, const bf16* context_values, const std::int64_t* num_keys_S, const std::int64_t* pages,
+    const bf16* qkv_TNK, const bf16* gain_NK, const float* cosine, const float* sine, const bf16* context_keys,
+    const bf16* context_values, const std::int64_t* num_keys_S, const std::int64_t* pages,
     std::int64_t pages_row, std::int64_t page_size, std::int64_t sequences, std::int64_t rows, std::int64_t heads,
     std::int64_t kv_heads, std::int64_t width, float eps, float scale, std::int64_t causal, std::int64_t window,
     std::int64_t from_anchor, std::int64_t num_tiles, bf16* out_THK, std::int64_t num_threads) {
-  const Block block{qkv_TNK, gain_NK, position_T, num_keys_S, rows, heads, kv_heads, width, eps, scale};
+  const Block block{qkv_TNK, gain_NK, num_keys_S, rows, heads, kv_heads, width, eps, scale};
   const Mask mask{causal != 0, from_anchor != 0, window};
   const Rotation rotation{cosine, sine, width / 2};
   const PageTable table{pages, pages_row, page_size};

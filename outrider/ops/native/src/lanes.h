@@ -54,6 +54,14 @@ inline void store_pairs(bf16* p, __m256i first, __m256i second) {
 }
 #endif
 
+// Rows that will be read soon, into the nearest caches.
+inline void prefetch_rows(const bf16* const* rows, int first, int last, std::int64_t width) {
+  for (int row = first; row < last; ++row) {
+    const char* begin = reinterpret_cast<const char*>(rows[row]);
+    for (std::int64_t at = 0; at < 2 * width; at += 64) _mm_prefetch(begin + at, _MM_HINT_T0);
+  }
+}
+
 // 2^t for t of at most about 0, within 5e-5 of it (Taylor, degree 4), which is a tenth of what rounding to bfloat16
 // loses; 0 below 2^-126, NaN for NaN.
 inline Vec weight_of(Vec t) {
@@ -68,6 +76,12 @@ inline Vec weight_of(Vec t) {
 }
 
 }  // namespace detail
+
+// The keys of a tile and their values: where their rows lie.
+struct Tile {
+  const bf16 *keys[KEYS], *values[KEYS];
+  int count = 0;
+};
 
 // Attention of the queries of one key head of one sequence. One per thread.
 class LaneAttention {
@@ -110,18 +124,18 @@ class LaneAttention {
     }
   }
 
-  // Take in `count` keys. Query q sees keys lowest[q]..highest[q] - 1 of them; null: all queries see all.
-  void attend(const bf16* const* keys, const bf16* const* values, int count, const float* lowest, const float* highest,
-              float scale) {
-    pack_values(values, count);
+  // Take in the keys of a tile. Query q sees keys lowest[q]..highest[q] - 1 of it; null: all queries see all. The rows
+  // of the next tile come nearer meanwhile.
+  void attend(const Tile& tile, const Tile& next, const float* lowest, const float* highest, float scale) {
+    pack_values(tile.values, tile.count);
     for (std::int64_t block = 0; block < num_blocks_; ++block) {
       const std::int64_t lane = block * LANES;
       const float* low = lowest == nullptr ? nullptr : lowest + lane;
       const float* high = highest == nullptr ? nullptr : highest + lane;
       if (num_queries_ - lane <= PANEL) {
-        attend_block<1>(block, keys, count, low, high, scale);
+        attend_block<1>(block, tile, block == 0 ? next : Tile(), low, high, scale);
       } else {
-        attend_block<2>(block, keys, count, low, high, scale);
+        attend_block<2>(block, tile, block == 0 ? next : Tile(), low, high, scale);
       }
     }
   }
@@ -179,13 +193,19 @@ class LaneAttention {
   }
 
   template <int NP>
-  void attend_block(std::int64_t block, const bf16* const* keys, int count, const float* lowest, const float* highest,
+  void attend_block(std::int64_t block, const Tile& tile, const Tile& next, const float* lowest, const float* highest,
                     float scale) {
+    constexpr int AT_ONCE = MAX_ACCUMULATORS / (NP * VECS);
     const bf16* queries = packed_ + block * stride_ * STEP;
-    score_keys<NP, MAX_ACCUMULATORS / (NP * VECS)>(queries, keys, 0, count);
+    for (int first = 0; first < tile.count; first += AT_ONCE) {
+      const int last = static_cast<int>(min64(first + AT_ONCE, tile.count));
+      detail::prefetch_rows(next.values, first, static_cast<int>(min64(last, next.count)), width_);
+      detail::prefetch_rows(next.keys, first, static_cast<int>(min64(last, next.count)), width_);
+      score_keys<NP, AT_ONCE>(queries, tile.keys, first, last);
+    }
     Vec factors[NP * VECS];
-    weigh<NP>(block, count, lowest, highest, scale, factors);
-    add_values<NP, MAX_ACCUMULATORS / (NP * VECS)>(block, count, factors, 0);
+    weigh<NP>(block, tile.count, lowest, highest, scale, factors);
+    add_values<NP, AT_ONCE>(block, tile.count, factors, 0);
   }
 
   // Scores of keys first..count - 1, KB at a time, then fewer.
