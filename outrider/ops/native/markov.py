@@ -11,10 +11,11 @@ import torch
 from outrider.ops.native.library import INT, POINTER, REAL, Library
 from outrider.ops.native.panels import pack_panels
 
-__all__ = ["ChainWeights", "NativeMarkov", "chain_weights"]
+__all__ = ["BiasMemo", "ChainWeights", "NativeMarkov", "chain_weights"]
 
-# Rows of bias that are kept: of 256 tokens, four megabytes at most, but of some even for a large vocabulary.
+# Rows of bias that are kept: of 256 tokens, four megabytes at most, but of a few even for a large vocabulary.
 MAX_MEMO_ROWS, MAX_MEMO_BYTES, MIN_MEMO_ROWS = 256, 1 << 22, 8
+MEMO_WAYS = 4  # rows that a token may lie in, WAYS of markov.cpp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,26 @@ class ChainWeights:
     confidence_hidden_D: torch.Tensor | None  # float32
     confidence_markov_r: torch.Tensor | None  # float32; None where confidence does not read the previous token
     confidence_bias: float
-    memo_ids_M: torch.Tensor  # int64, tokens whose bias is kept; -1 = none
-    memo_rows_MU: torch.Tensor  # bfloat16, their bias; the chain writes both
+    memo: "BiasMemo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasMemo:
+    """Bias of tokens seen lately; the chain reads and writes it."""
+
+    ids_M: torch.Tensor  # int64, -1 = none
+    used_N: torch.Tensor  # int64, when each was used last, and then the time; N = M + 1
+    rows_MU: torch.Tensor  # bfloat16
+
+    @classmethod
+    def empty(cls, num_rows: int, draft_vocab_size: int) -> "BiasMemo":
+        """Room for the bias of at least ``num_rows`` tokens."""
+        num_rows += -num_rows % MEMO_WAYS
+        return cls(
+            ids_M=torch.full((num_rows,), -1),
+            used_N=torch.zeros(num_rows + 1, dtype=torch.int64),
+            rows_MU=torch.empty((num_rows, draft_vocab_size), dtype=torch.bfloat16),
+        )
 
 
 def chain_weights(
@@ -63,8 +82,7 @@ def chain_weights(
         confidence_hidden_D=None if wide_F is None else wide_F[:hidden_size].contiguous(),
         confidence_markov_r=wide_F[hidden_size:].contiguous() if wide_F is not None and with_markov else None,
         confidence_bias=confidence_bias,
-        memo_ids_M=torch.full((num_memo_rows,), -1),
-        memo_rows_MU=torch.empty((num_memo_rows, draft_vocab_size), dtype=torch.bfloat16),
+        memo=BiasMemo.empty(num_memo_rows, draft_vocab_size),
     )
 
 
@@ -75,7 +93,7 @@ class NativeMarkov:
         self._chain = library.function(
             "markov_chain",
             [
-                *(POINTER,) * 6,  # anchors, logits, weights, memo
+                *(POINTER,) * 7,  # anchors, logits, weights, memo
                 *(INT, POINTER, POINTER),  # memo rows, target ids, hidden rows
                 *(POINTER, POINTER, REAL),  # confidence head
                 *(INT,) * 6,  # counts, whether to keep logits
@@ -105,6 +123,7 @@ class NativeMarkov:
             Target ids ``[S, G]``, int64, and the confidence of each ``[S, G]``, float32, where there is a head.
         """
         num_sequences, num_drafts, width = hidden_SGD.shape
+        memo = weights.memo
         assert anchor_ids_S.is_contiguous() and hidden_SGD.is_contiguous() and logits_SGU.is_contiguous()
         token_ids_SG = anchor_ids_S.new_empty(num_sequences, num_drafts)
         confidence_SG = None
@@ -115,9 +134,10 @@ class NativeMarkov:
             logits_SGU.data_ptr(),
             weights.w1_Vr.data_ptr(),
             weights.w2_panels.data_ptr(),
-            weights.memo_ids_M.data_ptr(),
-            weights.memo_rows_MU.data_ptr(),
-            weights.memo_ids_M.shape[0],
+            memo.ids_M.data_ptr(),
+            memo.used_N.data_ptr(),
+            memo.rows_MU.data_ptr(),
+            memo.ids_M.shape[0],
             _pointer(weights.target_ids_U),
             hidden_SGD.data_ptr(),
             _pointer(weights.confidence_hidden_D),

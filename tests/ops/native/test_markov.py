@@ -7,7 +7,7 @@ import torch
 
 from outrider.models.dspark.heads import ConfidenceHead, MarkovHead, draft_chain
 from outrider.ops.linear import linear
-from outrider.ops.native.markov import NativeMarkov, chain_weights
+from outrider.ops.native.markov import BiasMemo, NativeMarkov, chain_weights
 
 BF16 = torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -147,23 +147,22 @@ def test_threads_change_no_bit(markov):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 256])
+@pytest.mark.parametrize("num_rows", [4, 8, 256])
 def test_rows_of_bias_kept_from_earlier_calls_change_no_bit(markov, num_rows, threads):
     """A memo of any size, full of other calls' tokens: hits, evictions, two sequences that want one row."""
     case = Case(SHAPES[3], sequences=8, drafts=5)
-    case.anchors[1], case.anchors[2] = case.anchors[0], (case.anchors[0] + num_rows) % case.vocab
+    case.anchors[:6] = torch.tensor([7, 7, *(7 + num_rows * step for step in range(1, 5))]) % case.vocab
     fresh = case.native(markov)
     weights = case.weights()
-    kept = replace(
-        weights,
-        memo_ids_M=torch.full((num_rows,), -1),
-        memo_rows_MU=torch.full((num_rows, case.draft_vocab), NAN, dtype=BF16),
-    )
+    memo = BiasMemo.empty(num_rows, case.draft_vocab)
+    memo.rows_MU.fill_(NAN)
+    kept = replace(weights, memo=memo)
     for chosen in ([0], [5, 3, 0, 1], list(range(8)), [7, 6, 2], list(range(8))):
         again = case.native(markov, chosen, weights=kept)
         assert all(torch.equal(one, other[chosen]) for one, other in zip(again, fresh, strict=True)), chosen
-    held = kept.memo_ids_M[kept.memo_ids_M >= 0]
-    assert held.numel() > 0 and torch.equal(held % num_rows, (kept.memo_ids_M >= 0).nonzero()[:, 0])
+    rows = (memo.ids_M >= 0).nonzero()[:, 0]
+    assert rows.numel() > 0 and torch.equal(memo.ids_M[rows] % (num_rows // 4), rows // 4)
+    assert not bool(memo.rows_MU[rows].isnan().any())
 
 
 def test_logits_nobody_wants_are_left_alone(markov):

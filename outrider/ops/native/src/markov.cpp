@@ -87,10 +87,14 @@ void store_bias(const bf16* const* tokens, bf16* const* rows, std::int64_t num_t
   }
 }
 
-// Rows of bias of tokens seen lately: the bias of a token is the same wherever the token comes.
+// Rows of bias of tokens seen lately: the bias of a token is the same wherever the token comes. A token has WAYS rows
+// to lie in; the one that was used longest ago gives way.
+constexpr std::int64_t WAYS = 4;
+
 struct Memo {
-  std::int64_t* ids;  // token of each row, -1 where there is none
-  bf16* rows;         // [num_rows, vocabulary]
+  std::int64_t* ids;   // token of each row, -1 where there is none
+  std::int64_t* used;  // when each row was used last; behind them, what the time is
+  bf16* rows;          // [num_rows, vocabulary]
   std::int64_t num_rows, vocabulary;
 };
 
@@ -101,24 +105,29 @@ class BiasRows {
     memo_ = memo;
     spare_ = spare_buffer_.at_least(sequences * memo.vocabulary);
     rows_.resize(static_cast<std::size_t>(sequences));
-    wanted_.resize(static_cast<std::size_t>(sequences));
   }
 
   // For the tokens of all sequences. A row that one of them uses is not given to another token.
   void find(const std::vector<std::int64_t>& tokens, const bf16* w1, std::int64_t rank) {
+    const std::int64_t now = ++memo_.used[memo_.num_rows];
     missing_tokens_.clear();
     missing_rows_.clear();
     for (std::size_t s = 0; s < tokens.size(); ++s) {
-      const std::int64_t at = tokens[s] % memo_.num_rows;
-      wanted_[s] = at;
-      rows_[s] = memo_.rows + at * memo_.vocabulary;
-      if (memo_.ids[at] == tokens[s]) continue;
-      for (std::size_t earlier = 0; earlier < s; ++earlier) {
-        if (wanted_[earlier] == at) rows_[s] = spare_ + static_cast<std::int64_t>(s) * memo_.vocabulary;
+      const std::int64_t first = tokens[s] % (memo_.num_rows / WAYS) * WAYS;
+      std::int64_t at = first;
+      for (std::int64_t way = first; way < first + WAYS && memo_.ids[at] != tokens[s]; ++way) {
+        if (memo_.ids[way] == tokens[s] || memo_.used[way] < memo_.used[at]) at = way;
       }
-      if (rows_[s] == memo_.rows + at * memo_.vocabulary) memo_.ids[at] = tokens[s];
-      missing_tokens_.push_back(w1 + tokens[s] * rank);
-      missing_rows_.push_back(rows_[s]);
+      const bool known = memo_.ids[at] == tokens[s], taken = !known && memo_.used[at] == now;
+      rows_[s] = taken ? spare_ + static_cast<std::int64_t>(s) * memo_.vocabulary : memo_.rows + at * memo_.vocabulary;
+      if (!known) {
+        missing_tokens_.push_back(w1 + tokens[s] * rank);
+        missing_rows_.push_back(rows_[s]);
+      }
+      if (!taken) {
+        memo_.ids[at] = tokens[s];
+        memo_.used[at] = now;
+      }
     }
   }
 
@@ -132,7 +141,6 @@ class BiasRows {
   bf16* spare_ = nullptr;
   Buffer<bf16> spare_buffer_;
   std::vector<bf16*> rows_, missing_rows_;
-  std::vector<std::int64_t> wanted_;
   std::vector<const bf16*> missing_tokens_;
 };
 
@@ -155,12 +163,12 @@ float sigmoid_of(float x) {
 
 // tokens[s, g] (target ids) of all sequences, from logits [sequences, drafts, vocabulary], which gain their bias in
 // place if keep_logits. w1: [target vocabulary, rank]; w2: packed as pairs.h says, [rank -> vocabulary]; memo_ids,
-// memo_rows: see Memo, kept from call to call; target_ids: target id of a draft id, or null. Confidence where its
+// memo_used, memo_rows: see Memo, kept from call to call; target_ids: target id of a draft id, or null. Confidence where its
 // result is not null: sigmoid of the dot product in float32 with hidden [sequences, drafts, width] and, unless
 // confidence_rank is null, with the row of W1, plus the bias.
 OUTRIDER_API void outrider_markov_chain(
     const std::int64_t* anchor_S, bf16* logits_SGV, const bf16* w1, const bf16* w2_panels, std::int64_t* memo_ids,
-    bf16* memo_rows, std::int64_t num_memo_rows, const std::int64_t* target_ids, const bf16* hidden_SGD,
+    std::int64_t* memo_used, bf16* memo_rows, std::int64_t num_memo_rows, const std::int64_t* target_ids, const bf16* hidden_SGD,
     const float* confidence_hidden, const float* confidence_rank, float confidence_bias, std::int64_t sequences,
     std::int64_t drafts, std::int64_t vocabulary, std::int64_t rank, std::int64_t width, std::int64_t keep_logits,
     std::int64_t* tokens_SG, float* confidence_SG, std::int64_t num_threads) {
@@ -171,7 +179,7 @@ OUTRIDER_API void outrider_markov_chain(
   const std::int64_t num_groups = ceil_div(vocabulary, GROUP_COLUMNS);
   const bool small = sequences * vocabulary * rank < MIN_PARALLEL_WORK;
   const std::int64_t num_parts = small ? 1 : min64(num_groups, num_threads);
-  bias.start(Memo{memo_ids, memo_rows, num_memo_rows, vocabulary}, sequences);
+  bias.start(Memo{memo_ids, memo_used, memo_rows, num_memo_rows, vocabulary}, sequences);
   previous.assign(anchor_S, anchor_S + sequences);
   for (std::int64_t g = 0; g < drafts; ++g) {
     found.assign(static_cast<std::size_t>(num_parts * sequences), Best());
