@@ -133,6 +133,7 @@ OUTRIDER_API void outrider_attend_block(
                                 part % kv_heads, out_THK);
                  });
 }
+OUTRIDER_OP(attend_block)
 
 // Normed, rotated keys and plain values of context rows into the cache [2, layers, cache rows, kv heads, width].
 // kv: [rows, layers, 2, kv heads, width]; gain: [layers, width].
@@ -159,5 +160,6 @@ OUTRIDER_API void outrider_store_context(const bf16* kv, const bf16* gain, const
                     }
                   });
 }
+OUTRIDER_OP(store_context)
 
 }  // namespace outrider

@@ -181,6 +181,7 @@ OUTRIDER_API void outrider_mla_absorbed(
     }
   });
 }
+OUTRIDER_OP(mla_absorbed)
 
 // cache[slots[t]] = [rms_norm(row[0 .. latent)) * weight | row[latent ..)], rounded as outrider/ops/norm.py does.
 OUTRIDER_API void outrider_append_latents(const bf16* row_TC, std::int64_t row_stride, const bf16* weight,
@@ -194,5 +195,6 @@ OUTRIDER_API void outrider_append_latents(const bf16* row_TC, std::int64_t row_s
     std::memcpy(target + latent, row + latent, sizeof(bf16) * static_cast<std::size_t>(rope));
   }
 }
+OUTRIDER_OP(append_latents)
 
 }  // namespace outrider
