@@ -219,5 +219,6 @@ OUTRIDER_API void outrider_markov_chain(
     }
   }
 }
+OUTRIDER_OP(markov_chain)
 
 }  // namespace outrider
