@@ -70,12 +70,11 @@ def _attend_natively(drafter: NativeDrafter, masks: frozenset[BlockMask], *, eve
     def attend(
         qkv_TOK: torch.Tensor,
         heads: BlockHeads,
-        positions_T: torch.Tensor,
         context_keys_RJK: torch.Tensor,
         context_values_RJK: torch.Tensor,
         keys: PagedKeys,
     ) -> torch.Tensor:
         form: AttendBlockFunction = drafter.attend_block if heads.mask in masks else attend_block
-        return form(qkv_TOK, heads, positions_T, context_keys_RJK, context_values_RJK, keys)
+        return form(qkv_TOK, heads, context_keys_RJK, context_values_RJK, keys)
 
     return attend if masks else attend_block

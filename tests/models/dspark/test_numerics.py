@@ -130,10 +130,10 @@ def test_a_native_chain_that_depends_on_its_slot_is_found(
     """All sequences but the first are off; the torch chain is taken, and only it."""
     real = NativeMarkov.chain
 
-    def off(self: NativeMarkov, *args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        token_ids_SG, confidence_SG = real(self, *args)  # type: ignore[arg-type]
+    def off(self: NativeMarkov, *args: torch.Tensor, keep_logits: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        token_ids_SG, confidence_SG = real(self, *args, keep_logits=keep_logits)  # type: ignore[arg-type]
         assert confidence_SG is not None
-        {"drafts": token_ids_SG, "confidence": confidence_SG, "logits": args[-1].transpose(0, 1)}[part][1:] += 1
+        {"drafts": token_ids_SG, "confidence": confidence_SG, "logits": args[-1]}[part][1:] += 1
         return token_ids_SG, confidence_SG
 
     monkeypatch.setattr(NativeMarkov, "chain", off)
