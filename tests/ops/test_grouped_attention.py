@@ -71,6 +71,6 @@ def test_against_the_plain_form(
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_the_probe_finds_nothing(dtype: torch.dtype) -> None:
     check = grouped_check(
-        GroupedSizes(num_heads=9, num_kv_heads=3, head_dim=16, head_norms=True), dtype, torch.device("cpu")
+        GroupedSizes(num_heads=9, num_kv_heads=3, head_dim=16, head_norms=True), dtype, torch.device("cpu"), None
     )
     assert check.find_violation(check.geometries[0]) is None

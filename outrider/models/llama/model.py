@@ -15,10 +15,12 @@ from outrider.models.llama.config import LlamaConfig
 from outrider.models.llama.kernels import TORCH_GROUPED_KERNELS, GroupedKernels
 from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.models.protocol import AuxStream, TargetCaches
+from outrider.models.recorded import RecordedSteps
 from outrider.models.step import GroupIndex, StepIndex, scatter_groups
 from outrider.ops.activation import Activation
 from outrider.ops.grouped_attention import GroupedHeads
 from outrider.ops.linear import embedding
+from outrider.ops.native.library import library_for
 from outrider.ops.native.linear import pack_weights
 from outrider.ops.rope import RotaryTable, rotary_table
 
@@ -122,6 +124,7 @@ class LlamaModel(nn.Module):
         layers = [LlamaLayer(config, i, build, grouped) for i in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self._layers = tuple(layers)  # the same modules, typed
+        self.steps = RecordedSteps(library_for(build.dtype, build.device))
         self.cache_layouts: tuple[CacheLayout, ...] = cache_layouts(config, build)
 
     @property
@@ -142,6 +145,7 @@ class LlamaModel(nn.Module):
         for layer in self._layers:
             layer.prepare(table)
         pin_attributes(self)
+        self.steps.forget()
 
     def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
         """Tap the residual stream after layer t for each 0-based t, in the given order; -1 is the embedding.
@@ -158,6 +162,7 @@ class LlamaModel(nn.Module):
             if layer_id in layer_ids[:position]:
                 raise ConfigError(f"aux layer id {layer_id} is given twice in {list(layer_ids)}")
         self.aux_layer_ids = tuple(layer_ids)
+        self.steps.forget()
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Embedding rows ``[T, D]``, compute dtype; ids in 0..V-1."""
@@ -169,11 +174,20 @@ class LlamaModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
-        """Run one flat batch. Nothing is recurrent, so chunk and step rows differ only in who reads their logits."""
-        stream_1TD = self.embed(batch.token_ids_T)[None]
-        taps_TAD = self._tap_buffer(batch.num_tokens)
-        if batch.num_tokens == 0:
+        """Run one flat batch, from a recording where there is one.
+
+        Nothing is recurrent, so chunk and step rows differ only in who reads their logits.
+        """
+        return self.steps.run(self.run_eagerly, batch, caches)
+
+    def run_eagerly(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
+        """The forward, operation by operation; what it computes for a batch with a place can be recorded."""
+        num_rows, rows_N = batch.num_tokens, batch.logits_rows_N
+        taps_TAD = self._tap_buffer(num_rows)
+        if num_rows == 0:
             return TargetOutput(logits_NV=self.embedding.new_empty(0, self.vocab_size), aux_hidden_TAD=taps_TAD)
+        stream_1TD = self.embedding.new_empty(1, num_rows, self.hidden_size)
+        self.kernels.rows.gather(self.embedding, batch.token_ids_T, stream_1TD[0])
         index = StepIndex.of(batch)
         added_TD: torch.Tensor | None = None
         mix_norm, eps = self.kernels.mix_norm, self.config.rms_norm_eps
@@ -185,10 +199,9 @@ class LlamaModel(nn.Module):
             added_TD = layer.feed_forward(normed_TD)
         stream_TD, normed_TD = mix_norm(stream_1TD, added_TD, None, self.norm, eps)
         self._capture(self.num_layers - 1, stream_TD, taps_TAD)
-        rows_N = batch.logits_rows_N
-        if rows_N.shape[0] != batch.num_tokens:  # otherwise they are all of them, in order
-            normed_TD = normed_TD.index_select(0, rows_N)
-        return TargetOutput(logits_NV=self.head(normed_TD), aux_hidden_TAD=taps_TAD)
+        normed_ND = normed_TD.new_empty(rows_N.shape[0], self.hidden_size)
+        self.kernels.rows.gather(normed_TD, rows_N, normed_ND)
+        return TargetOutput(logits_NV=self.head(normed_ND), aux_hidden_TAD=taps_TAD)
 
     def _tap_buffer(self, num_tokens: int) -> torch.Tensor | None:
         if not self.aux_layer_ids:
@@ -198,7 +211,7 @@ class LlamaModel(nn.Module):
     def _capture(self, layer_id: int, stream_TD: torch.Tensor, taps_TAD: torch.Tensor | None) -> None:
         """Copy the stream after ``layer_id``, if it is tapped."""
         if taps_TAD is not None and layer_id in self.aux_layer_ids:
-            taps_TAD[:, self.aux_layer_ids.index(layer_id)] = stream_TD
+            self.kernels.rows.copy(stream_TD, taps_TAD[:, self.aux_layer_ids.index(layer_id)])
 
 
 def cache_layouts(config: LlamaConfig, build: Build) -> tuple[PagedLayout, RecurrentLayout]:

@@ -16,7 +16,7 @@ from outrider.models.numerics import (
 from outrider.ops.activation import Activation
 from outrider.ops.native.library import library_for
 from outrider.ops.probe import OpCheck
-from outrider.ops.probe_grouped import GroupedSizes, grouped_check
+from outrider.ops.probe_grouped import GroupedSizes, grouped_check, grouped_forms
 from outrider.ops.probe_ops import activation_check, activation_name, norm_check, norm_name
 
 __all__ = ["choose_kernels", "model_checks"]
@@ -41,7 +41,9 @@ def choose_kernels(
         device=device,
         geometries=report.geometries,
     )
-    return kernels, TORCH_GROUPED_KERNELS, report
+    native = library_for(dtype, device)
+    append, attend = grouped_forms(report.geometries[_grouped_sizes(config).name], native)
+    return kernels, GroupedKernels(append=append, attend=attend), report
 
 
 def model_checks(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> tuple[OpCheck, ...]:
@@ -51,7 +53,7 @@ def model_checks(config: LlamaConfig, dtype: torch.dtype, device: torch.device) 
         *linear_checks(LINEAR, _weight_shapes(config), dtype, device),
         activation_check(SILU, config.intermediate_size, dtype, device, native),
         norm_check(config.hidden_size, config.rms_norm_eps, dtype, device, native),
-        grouped_check(_grouped_sizes(config), dtype, device),
+        grouped_check(_grouped_sizes(config), dtype, device, native),
     )
 
 
