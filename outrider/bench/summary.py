@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from outrider.bench.loops import ends_in_loop
+from outrider.engine.loops import ends_in_loop
 from outrider.bench.records import PHASES, PassRecord, PromptRecord
 
 __all__ = [

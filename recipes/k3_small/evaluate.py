@@ -18,7 +18,7 @@ import torch
 from answering import answer_all, plain_engine
 
 from outrider.batch import ForwardBatch, TargetOutput
-from outrider.bench.loops import ends_in_loop
+from outrider.engine.loops import ends_in_loop
 from outrider.cache.cache_set import CacheSet
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rollouts import PromptSource
 from train_target import Mixture, Trainer, weighted_loss
 
-from outrider.bench.loops import MAX_PERIOD, MIN_REPEATS
+from outrider.engine.loops import MAX_PERIOD, MIN_REPEATS
 from outrider.tokenizer import Tokenizer, load_tokenizer
 from outrider.training.lockstep import LockstepModel, answer_all
 

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from train_drafter import load_target
 
-from outrider.bench.loops import ends_in_loop
+from outrider.engine.loops import ends_in_loop
 from outrider.tokenizer import Tokenizer, load_tokenizer
 from outrider.training.lockstep import LockstepModel, answer_all
 

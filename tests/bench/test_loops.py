@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.bench.loops import ends_in_loop
+from outrider.engine.loops import ends_in_loop
 
 
 @pytest.mark.parametrize(
