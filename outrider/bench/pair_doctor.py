@@ -63,6 +63,7 @@ class Examiner:
         tables: those as tensors.
         texts: what the target wrote.
         facts: what neighbours depend on.
+        max_context: positions a sequence may reach.
         numerics: how products are computed.
         progress: gets a label and the number of anchors done under it.
     """
@@ -75,13 +76,14 @@ class Examiner:
         texts: Sequence[PairText],
         facts: Facts,
         *,
+        max_context: int,
         numerics: NumericsChoice,
         progress: Callable[[str, int], None],
     ) -> None:
         self._stored: Mapping[str, torch.Tensor] = dict(model.state_dict())
         self._config, self._target, self._tables = model.config, target, tables
         self._texts, self._facts, self._numerics, self._progress = tuple(texts), facts, numerics, progress
-        self._max_context = max(len(text.token_ids) for text in texts)
+        self._max_context = max_context
 
     def predictor(self, reading: Reading, *, with_confidence: bool = False) -> BlockPredictor:
         """The drafter under a reading; weights that it does not change are shared with all others."""

@@ -180,7 +180,7 @@ def _draft_text(
     positions_S = torch.arange(text.num_prompt, len(text.token_ids) - 1)
     pages_P = torch.arange(num_pages, device=device)
     drafts, confidence = [], []
-    for chosen_S in positions_S.split(MAX_ANCHORS):
+    for chosen_S in torch.split(positions_S, MAX_ANCHORS):
         block = predictor.predict(
             cache,
             BlockAnchors(

@@ -184,7 +184,7 @@ def _vocabulary_readings(current: Reading, stored: Mapping[str, torch.Tensor], f
     }
     for name, (offsets_U, remedy) in maps.items():
         ids_U = rows_U + offsets_U
-        if int(ids_U.min()) < 0 or int(ids_U.max()) >= config.vocab_size or ids_U.unique().numel() < ids_U.numel():
+        if int(ids_U.min()) < 0 or int(ids_U.max()) >= config.vocab_size or len(set(ids_U.tolist())) < ids_U.numel():
             continue
         yield replace(
             current,
@@ -301,7 +301,7 @@ def _pairing(config: DSparkConfig, stored_as: str) -> Callable[[State], None]:
         for layer in range(config.num_layers):
             for part in ("q", "k"):
                 name = f"layers.{layer}.self_attn.{part}_proj.weight"
-                heads_HKD = state[name].unflatten(0, (-1, config.head_dim))
+                heads_HKD = state[name].view(-1, config.head_dim, state[name].shape[1])
                 state[name] = heads_HKD[:, order.to(heads_HKD.device)].flatten(0, 1)
                 norm = f"layers.{layer}.self_attn.{part}_norm.weight"
                 state[norm] = state[norm][order.to(state[norm].device)]
@@ -324,4 +324,3 @@ def _zero_tap(index: int, num_taps: int) -> Callable[[State], None]:
         state["fc.weight"] = weight
 
     return edit
-
