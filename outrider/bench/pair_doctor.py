@@ -126,7 +126,7 @@ class Examiner:
             if not better:
                 break
             best, outcomes = max(better, key=lambda pair: pair[0].difference.mean)
-            problems.append(_problem(best))
+            problems += _problems(best)
             current = best.reading
         confident = self.measure(current, with_confidence=self._config.confidence is not None) if problems else None
         return Diagnosis(given=given, measured=first, problems=tuple(problems), corrected=confident)
@@ -184,12 +184,14 @@ def _measured(reading: Reading, outcomes: Outcomes, difference: Difference) -> M
     )
 
 
-def _problem(best: Measured) -> Problem:
-    reading, difference = best.reading, best.difference
+def _problems(best: Measured) -> list[Problem]:
+    difference = best.difference
     gain = (
         f"{difference.mean:+.2f} accepted drafts per anchor, {difference.low:+.2f} to {difference.high:+.2f}, "
         f"on {best.num_anchors}"
     )
-    return Problem(
-        code=reading.code, found=reading.found, expected=f"{reading.expected} ({gain})", remedy=reading.remedy
-    )
+    readings = [best.reading] if best.reading.also is None else [best.reading, best.reading.also]
+    return [
+        Problem(code=one.code, found=one.found, expected=f"{one.expected} ({gain})", remedy=one.remedy)
+        for one in readings
+    ]

@@ -47,6 +47,7 @@ class Reading:
     expected: str  # what this reading says instead
     remedy: str
     config: DSparkConfig
+    also: "Reading | None" = None  # a second convention that this one changes too
     edits: tuple[Callable[[State], None], ...] = ()
 
     def state(self, stored: Mapping[str, torch.Tensor]) -> State:
@@ -63,10 +64,15 @@ def given_reading(config: DSparkConfig) -> Reading:
 
 
 def neighbours(current: Reading, stored: Mapping[str, torch.Tensor], facts: Facts) -> tuple[Reading, ...]:
-    """All readings that differ from ``current`` in one convention."""
+    """All readings that differ from ``current`` in one convention, or in taps and layout.
+
+    With both of these wrong, a drafter accepts so little that neither change alone shows.
+    """
+    taps, layouts = tuple(_tap_readings(current, facts)), tuple(_layout_readings(current))
     return (
-        *_tap_readings(current, facts),
-        *_layout_readings(current),
+        *taps,
+        *layouts,
+        *(_both(one, other) for one in taps for other in layouts),
         *_mask_readings(current),
         *_rope_readings(current, facts),
         *_vocabulary_readings(current, stored, facts),
@@ -111,6 +117,11 @@ def _layout_readings(current: Reading) -> Iterator[Reading]:
         remedy=f"set sample_from_anchor to {'false' if is_first else 'true'}",
         config=replace(config, layout=other),
     )
+
+
+def _both(taps: Reading, layout: Reading) -> Reading:
+    config = replace(taps.config, layout=layout.config.layout)
+    return replace(taps, label=f"{taps.label}, {layout.label}", config=config, also=layout)
 
 
 def _mask_readings(current: Reading) -> Iterator[Reading]:

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from outrider.bench.pair_cost import RoundCost, measure_cost, timed_tokens
 from outrider.bench.pair_doctor import Diagnosis, Examiner, Problem, damaged_tensors
+from outrider.bench.pair_links import misordered_tensors
 from outrider.bench.pair_readings import Facts, given_reading
 from outrider.bench.pair_texts import PairText, TextSettings, write_texts
 from outrider.bench.workload import demo_prompt_path, load_prompt_set
@@ -107,7 +108,8 @@ def _examine(command: Doctor, model: Path, drafter: Path) -> tuple[tuple[Problem
     if pair is None:
         assert problem is not None, "a pair that did not load comes with its problem"
         return (problem,), None
-    damaged = damaged_tensors(pair.model.state_dict())
+    stored = pair.model.state_dict()
+    damaged = damaged_tensors(stored) or misordered_tensors(stored, pair.model.config)
     with counting_bar(None, "anchors") as (title, advance):
         texts = _texts(command, pair, title, advance)
         choice = NumericsChoice(mode=command.numerics, probe=command.probe)
@@ -130,9 +132,8 @@ def _examine(command: Doctor, model: Path, drafter: Path) -> tuple[tuple[Problem
         title("timing rounds")
         advance(0)
         cost = measure_cost(pair.target, examiner.predictor(given_reading(pair.model.config)), texts)
-    # A zeroed tensor makes its part look better left out: one cause, one problem.
-    measured = [problem for problem in diagnosis.problems if not damaged or problem.code != "tensor"]
-    return (*damaged, *measured), _Examined(texts=texts, diagnosis=diagnosis, cost=cost)
+    # What a damaged drafter prefers says nothing of how it was trained.
+    return damaged or diagnosis.problems, _Examined(texts=texts, diagnosis=diagnosis, cost=cost)
 
 
 def _load(command: Doctor, model: Path, drafter: Path) -> tuple[_Pair | None, Problem | None]:
