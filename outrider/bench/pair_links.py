@@ -41,11 +41,11 @@ def _misordered_in_mlp(stored: Mapping[str, torch.Tensor], prefix: str) -> list[
         "up_proj": _sizes(stored[prefix + "up_proj.weight"], 1),
         "down_proj": _sizes(stored[prefix + "down_proj.weight"], 0),
     }
-    for odd in sizes:
+    for odd, odd_I in sizes.items():
         one, other = (name for name in sizes if name != odd)
-        kept, lost = _link(sizes[one], sizes[other]), [_link(sizes[odd], sizes[name]) for name in (one, other)]
+        kept, lost = _link(sizes[one], sizes[other]), [_link(odd_I, sizes[name]) for name in (one, other)]
         if kept >= STRONG_LINK and max(lost) <= NO_LINK:
-            return [_problem(prefix + odd, f"{one} and {other}", lost, kept)]
+            return [_problem(f"{prefix}{odd}.weight", f"{one} and {other}", lost, kept)]
     return []
 
 
@@ -62,7 +62,7 @@ def _misordered_in_attention(stored: Mapping[str, torch.Tensor], prefix: str, co
     for odd, other in (("q", "k"), ("k", "q")):
         if between <= NO_LINK and own[odd] <= NO_LINK and own[other] >= STRONG_LINK:
             partners = f"{other}_proj and {odd}_norm"
-            return [_problem(f"{prefix}{odd}_proj", partners, [between, own[odd]], own[other])]
+            return [_problem(f"{prefix}{odd}_proj.weight", partners, [between, own[odd]], own[other])]
     return []
 
 
@@ -75,7 +75,7 @@ def _misordered_markov(stored: Mapping[str, torch.Tensor]) -> list[Problem]:
     link = _link(one_U, other_U)
     if link > NO_LINK or min(float(one_U.std()), float(other_U.std())) < TRAINED_SPREAD * by_chance:
         return []
-    return [_problem("markov_head.markov_w1", "markov_w2 (either may be the wrong one)", [link], None)]
+    return [_problem("markov_head.markov_w1.weight or markov_w2.weight", "the other", [link], None)]
 
 
 def _sizes(weight: torch.Tensor, summed_dim: int) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _problem(name: str, partners: str, lost: list[float], kept: float | None) ->
     held = "" if kept is None else f", while the others agree at {kept:.1f}"
     return Problem(
         code="tensor",
-        found=f"{name}.weight in an order that does not fit {partners}: rank correlation {listed} standard errors{held}",
+        found=f"{name} in an order that does not fit {partners}: rank correlation {listed} standard errors{held}",
         expected="one order of the shared axis",
         remedy="convert this tensor again from its source",
     )

@@ -100,7 +100,7 @@ def write_texts(
         begun = len(texts)
         for first in range(0, len(prompts), settings.seats):
             answers = _answer(engine, prompts[first : first + settings.seats], settings, index)
-            engine.step()  # a sequence is released with the round after its last
+            _release_ended(engine, prompts[first])
             new = [text for answer in answers if (text := _text(answer, recorder)) is not None]
             recorder.finished.clear()
             texts += new
@@ -150,6 +150,12 @@ def _answer(
                 engine.abort(update.request_id)
                 del running[update.request_id]
     return answers
+
+
+def _release_ended(engine: Engine, prompt: tuple[int, ...]) -> None:
+    """Let the recorder hand over what ended: an idle engine does so when a request is given up, not by itself."""
+    engine.submit(Request(request_id="nobody", prompt_token_ids=prompt, sampling=SamplingParams()))
+    engine.abort("nobody")
 
 
 def _text(answer: _Answer, recorder: TapRecorder) -> PairText | None:
