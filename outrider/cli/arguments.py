@@ -98,8 +98,8 @@ class Generate:
 class Demo:
     """Answer shipped prompts with speculation on and off, and show the difference in speed."""
 
-    model: Model = "models/k3-small"
-    """Target checkpoint."""
+    model: str = "models/k3-small"
+    """Target checkpoint directory, or its name."""
     drafter: str = ""
     """Drafter checkpoint; none = the one shipped with the model. Without any, answers are shown without drafts."""
     max_tokens: int = 96
