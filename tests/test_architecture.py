@@ -17,6 +17,8 @@ FLAGS = {
     "Generate": "model drafter speculation prompt prompt_ids chat max_tokens min_tokens temperature top_k top_p min_p "
     "repetition_penalty presence_penalty frequency_penalty logit_bias seed n stop ignore_eos logprobs acceptance json "
     "dtype device experts numerics probe threads",
+    "Chat": "model drafter system max_tokens temperature top_p seed threads dtype device experts numerics probe",
+    "Doctor": "model drafter prompts anchors max_tokens json threads dtype device experts numerics probe",
     "Demo": "model drafter max_tokens threads numerics probe",
     "Bench": "kind",
     "BenchNumerics": "model rows context repeats threads dtype device experts json",

@@ -65,6 +65,19 @@ def test_field_reports_name_tests_that_exist() -> None:
         assert all(f"{number}_" in text for number in re.findall(r": (b\d+)", tried_by)), f"{entry}: {tried_by}"
 
 
+def test_loading_traps_name_tests_that_exist() -> None:
+    page = (ROOT / "docs/reference/drafters.md").read_text(encoding="utf-8")
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")] for line in page.splitlines() if line.startswith("| L")
+    ]
+    assert len(rows) == len({trap.partition(":")[0] for trap, _, _ in rows}) > 20
+    for trap, _, tried_by in rows:
+        for file, names in re.findall(r"`([a-z0-9_/]+)`: ([a-z0-9_, ]+)", tried_by):
+            text = (ROOT / "tests" / f"{file}.py").read_text(encoding="utf-8")
+            assert all(f"def {name}(" in text for name in names.split(", ")), f"{trap}: {tried_by}"
+        assert "`: test_" in tried_by, f"{trap} is tried by nothing"
+
+
 def test_front_pages_stay_short() -> None:
     for name, limit in (("README.md", 150), ("CONTRIBUTING.md", 120)):
         assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) <= limit

@@ -17,8 +17,10 @@ from outrider.cli.arguments import (
     BenchNumerics,
     BenchStartup,
     BenchStep,
+    Chat,
     Command,
     Demo,
+    Doctor,
     Generate,
     ImportGguf,
     Inspect,
@@ -30,7 +32,9 @@ from outrider.cli.bench_acceptance import run_bench_acceptance
 from outrider.cli.bench_numerics import run_bench_numerics
 from outrider.cli.bench_startup import run_bench_startup
 from outrider.cli.bench_step import run_bench_step
+from outrider.cli.chat import run_chat
 from outrider.cli.demo import run_demo
+from outrider.cli.doctor import run_doctor
 from outrider.cli.generate import run_generate
 from outrider.cli.import_gguf import run_import_gguf
 from outrider.cli.inspect import run_inspect
@@ -96,10 +100,20 @@ def _run(command: object) -> int:
             return run_inspect(command)
         case Logits():
             return run_logits(command)
-        case Verify():
-            return run_verify(command)
+        case Chat() | Doctor() | Verify():
+            return _run_pair(command)
         case _:
             raise AssertionError(f"command {type(command).__name__} has no function")
+
+
+def _run_pair(command: Chat | Doctor | Verify) -> int:
+    match command:
+        case Chat():
+            return run_chat(command)
+        case Doctor():
+            return run_doctor(command)
+        case Verify():
+            return run_verify(command)
 
 
 def _run_bench(command: Bench) -> int:

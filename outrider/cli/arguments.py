@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 import tyro
 
 from outrider.cli.flags import Acceptance, Biases, Dtype, Experts, Ints, Model, Names, Numerics, Probe, Reals
+from outrider.cli.pair_arguments import Chat, Doctor
 
 __all__ = [
     "Bench",
@@ -17,8 +18,10 @@ __all__ = [
     "BenchNumerics",
     "BenchStartup",
     "BenchStep",
+    "Chat",
     "Command",
     "Demo",
+    "Doctor",
     "Generate",
     "ImportGguf",
     "Inspect",
@@ -95,10 +98,10 @@ class Generate:
 class Demo:
     """Answer shipped prompts with speculation on and off, and show the difference in speed."""
 
-    model: Model = "models/k3-small"
-    """Target checkpoint."""
-    drafter: str = "models/k3-small-dspark"
-    """Drafter checkpoint."""
+    model: str = "models/k3-small"
+    """Target checkpoint directory, or its name."""
+    drafter: str = ""
+    """Drafter checkpoint; none = the one shipped with the model. Without any, answers are shown without drafts."""
     max_tokens: int = 96
     """Tokens per answer at most."""
     threads: int = 1
@@ -381,10 +384,12 @@ class Verify:
 subcommand = tyro.conf.subcommand
 Command = (
     Annotated[Generate, subcommand("generate")]
+    | Annotated[Chat, subcommand("chat")]
     | Annotated[Demo, subcommand("demo")]
     | Annotated[ImportGguf, subcommand("import-gguf")]
     | Annotated[Inspect, subcommand("inspect")]
     | Annotated[Logits, subcommand("logits")]
     | Annotated[tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Bench]], subcommand("bench")]
     | Annotated[Verify, subcommand("verify")]
+    | Annotated[Doctor, subcommand("doctor")]
 )

@@ -5,9 +5,10 @@ from pathlib import Path
 from outrider.errors import CheckpointError
 from outrider.models.pretrained import PRETRAINED, pretrained_checkpoint
 
-__all__ = ["resolve_checkpoint"]
+__all__ = ["resolve_checkpoint", "shipped_drafter"]
 
 CHECKOUT = Path(__file__).resolve().parents[2]
+SHIPPED_DRAFTERS = {"k3-small": "k3-small-dspark", "smollm2": "smollm2-135m-dspark"}  # by the target's name
 
 
 def resolve_checkpoint(name: str, *, checkout: Path = CHECKOUT) -> Path:
@@ -31,6 +32,13 @@ def resolve_checkpoint(name: str, *, checkout: Path = CHECKOUT) -> Path:
         f"no checkpoint {name!r} (tried {tried}); give a directory that holds a config.json, "
         f"or one of the known names: {', '.join(PRETRAINED)}"
     )
+
+
+def shipped_drafter(model: str, *, checkout: Path = CHECKOUT) -> str:
+    """Name of the drafter that ships with a model, given by name or path; "" where none does or it is not here."""
+    name = SHIPPED_DRAFTERS.get(Path(model).name, "")
+    is_here = name and any(_is_directory(root / "models" / name) for root in (Path(), checkout))
+    return name if is_here else ""
 
 
 def _is_directory(path: Path) -> bool:

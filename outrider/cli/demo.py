@@ -17,7 +17,8 @@ from outrider.bench.summary import CellSummary
 from outrider.bench.workload import BenchPrompt, PromptSet, demo_prompt_path, draw_prompts, load_prompt_set
 from outrider.cli.arguments import Demo
 from outrider.cli.arms import ARM_NAMES, ArmOptions, Ticker, answer_sampling, open_arms, tokenise, tokenizer_of
-from outrider.cli.checkpoints import resolve_checkpoint
+from outrider.cli.checkpoints import resolve_checkpoint, shipped_drafter
+from outrider.cli.demo_plain import show_plain_answers
 from outrider.cli.runtime import resolve_dtype, set_threads
 from outrider.engine.llm import LLM
 from outrider.tokenizer import IncrementalDetokenizer, Tokenizer
@@ -51,11 +52,14 @@ def run_demo(command: Demo) -> int:
     begin_s = time.perf_counter()
     console = Console(width=WIDTH)
     set_threads(command.threads)
+    drafter = command.drafter or shipped_drafter(command.model)
+    if not drafter:
+        return show_plain_answers(console, command, WIDTH)
     arms = open_arms(
         ARM_NAMES,
         ArmOptions(
             model=resolve_checkpoint(command.model),
-            drafter=resolve_checkpoint(command.drafter),
+            drafter=resolve_checkpoint(drafter),
             speculation="auto",
             dtype=resolve_dtype("auto"),
             device="cpu",
@@ -65,7 +69,7 @@ def run_demo(command: Demo) -> int:
             probe=command.probe,
         ),
     )
-    console.print(f"target {command.model}, drafter {command.drafter}, loaded in {time.perf_counter() - begin_s:.1f} s")
+    console.print(f"target {command.model}, drafter {drafter}, loaded in {time.perf_counter() - begin_s:.1f} s")
     prompt_set = load_prompt_set(demo_prompt_path())
     same = [
         _show_answers(console, arms, draw_prompts(prompt_set.prompts, tier, 1)[0], command.max_tokens) for tier in TIERS

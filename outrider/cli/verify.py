@@ -1,20 +1,17 @@
 """`outrider verify`: is every answer with speculation the one without, whatever shares its step?"""
 
 import logging
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from outrider.bench.workload import PromptSet, demo_prompt_path, load_prompt_set
 from outrider.cli.arguments import Verify
-from outrider.cli.arms import Ticker
 from outrider.cli.checkpoints import resolve_checkpoint
+from outrider.cli.progress import counting_bar
 from outrider.cli.runtime import loading_bar, prepare_output, resolve_dtype, set_threads, write_output
 from outrider.cli.verify_report import Report, TapArm, acceptance_of, difference_table, grid_table, to_json, verdict
 from outrider.engine import load
@@ -33,8 +30,6 @@ WIDTH = 120
 EXIT_DIFFERENT = 1
 
 logger = logging.getLogger(__name__)
-
-Advance = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +82,7 @@ def _compare_all(
     decodings = tuple(dict.fromkeys(cell.decoding for cell in cells))
     num_runs = len(prompts) * (len(decodings) + len(cells) + len(shifts) + (fault is not None))
     taps: list[TapArm] = []
-    with _progress_bar(num_runs) as (title, advance):
+    with counting_bar(num_runs, "runs") as (title, advance):
         clean = None
         if fault is not None:
             title("without the fault")
@@ -180,27 +175,3 @@ def _fitting(prompt_set: PromptSet, tokenizer: Tokenizer, room: int) -> tuple[Ve
             "%d of %d prompts are longer than %d tokens and left out", len(rendered) - len(fitting), len(rendered), room
         )
     return fitting
-
-
-@contextmanager
-def _progress_bar(num_runs: int) -> Iterator[tuple[Callable[[str], None], Advance]]:
-    """A bar on a terminal, a line now and then elsewhere; yields how to name the stage and how to advance."""
-    console = Console(file=sys.stderr)
-    ticker, stage, done = Ticker(), "", 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=num_runs)
-
-        def title(text: str) -> None:
-            nonlocal stage
-            stage = text
-            bar.update(task, description=text)
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            bar.advance(task, count)
-            if not console.is_terminal:
-                ticker(f"{stage}: {done}/{num_runs} runs")
-
-        yield title, advance

@@ -5,7 +5,7 @@ that a server would, so they may be mixed freely from one thread.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from itertools import count
 from pathlib import Path
 from time import perf_counter
@@ -180,7 +180,7 @@ class LLM:
                 self._drop(request.request.request_id)
         return collect_outputs(running)
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[RequestUpdate]:
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Generator[RequestUpdate]:
         """Continue one prompt, yielding an update per round and sample; the last of each has a ``finish_reason``.
 
         The request is submitted when the first update is asked for, which may raise RequestError.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from outrider.models.dspark.checkpoint import check_headers
+from outrider.models.dspark.checkpoint import check_headers, stores_head
 from outrider.models.dspark.config import DSparkConfig
 from outrider.models.dspark.config_json import parse_config
 from outrider.models.dspark.model import DSparkModel
@@ -83,6 +83,8 @@ def describe_drafter(path: Path) -> DrafterInspection:
         with CheckpointReader(path) as reader:
             check_headers(reader, model)
             num_bytes = reader.num_bytes()
+            if not stores_head(reader.names()):
+                counts["lm_head"] = 0  # the target's rows, gathered at load
     return DrafterInspection(
         family=_family(raw) or "DeepSpec",
         config=config,

@@ -83,7 +83,7 @@ def test_wrong_lines_end_with_status_2(line: str, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", "generate, demo, import-gguf, inspect, logits, bench"),
+        ("", "generate, chat, demo, import-gguf, inspect, logits, bench"),
         ("generate", "MODEL"),
         ("generate m --unknown 1", "--unknown"),
         ("generate m --prompt-ids 1,x", "--prompt-ids"),

@@ -1,9 +1,10 @@
 """Drafter checkpoint -> DSparkModel: name mapping, strict both ways, copies of the target dropped.
 
-Every tensor of the file is used, verified and dropped, or refused by name; every parameter is filled.
+Every tensor of the file is used, verified and dropped, or refused by name; every parameter is filled. The head of a
+reduced vocabulary may be left out of the file: it is then the target's rows that ``d2t`` chooses, gathered here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from outrider.models.weights import (
     fill_parameters,
 )
 
-__all__ = ["TargetTables", "check_headers", "load_model", "normalise_name"]
+__all__ = ["TargetTables", "check_headers", "load_model", "normalise_name", "stores_head"]
 
 _PREFIXES = ("model.", "draft_model.", "logit_head.")
 _RENAMED = {"context_proj": "fc", "context_norm": "hidden_norm", "final_norm": "norm"}
@@ -61,10 +62,21 @@ def load_model(path: Path, tables: TargetTables, *, dtype: torch.dtype, device: 
         assignments = _assignments(model, {name: raw for name, raw in names.items() if name not in dropped})
         check_names(reader, assignments, skipped)  # before memory is taken for a config that does not fit the files
         model = model.to_empty(device=device).eval()
-        fill_parameters(reader, model, assignments, skipped_prefixes=skipped)
+        fill_parameters(reader, _stored_parameters(model, names), assignments, skipped_prefixes=skipped)
         if model.d2t is not None:
             _check_vocabulary_map(model.d2t.cpu(), config, reader, names)
+        if model.lm_head is not None and model.d2t is not None and not stores_head(names):
+            _gather_head(model.lm_head, model.d2t, tables.head_VD)
     return model
+
+
+def stores_head(names: Collection[str]) -> bool:
+    """Whether a reduced vocabulary's head is among these tensors; if not, it is the target's rows that d2t chooses.
+
+    Args:
+        names: tensor names, canonical or as in the file.
+    """
+    return "lm_head.weight" in {normalise_name(name) for name in names}
 
 
 def check_headers(reader: CheckpointReader, model: DSparkModel) -> None:
@@ -73,7 +85,8 @@ def check_headers(reader: CheckpointReader, model: DSparkModel) -> None:
     Raises:
         CheckpointError: a tensor is missing, unknown or misshapen.
     """
-    names, parameters = _canonical_names(reader), model.state_dict(keep_vars=True)
+    names = _canonical_names(reader)
+    parameters = _stored_parameters(model, names)
     copies = {n for n in names if n.startswith("verifier_") or (n in _COPIES and n not in parameters)}
     used = {name: raw for name, raw in names.items() if name not in copies}
     check_names(reader, _assignments(model, used), tuple(names[name] for name in copies))
@@ -99,8 +112,37 @@ def _canonical_names(reader: CheckpointReader) -> dict[str, str]:
     return names
 
 
+def _stored_parameters(model: DSparkModel, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Parameters and buffers that the file must hold: all, but for a head that its d2t implies."""
+    parameters: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    if "d2t" in parameters and "d2t" in names and not stores_head(names):
+        del parameters["lm_head.weight"]
+    return parameters
+
+
+@torch.no_grad()
+def _gather_head(lm_head: torch.nn.Linear, d2t_U: torch.Tensor, head_VD: torch.Tensor) -> None:
+    """Fill a reduced head with the target's rows of its ids.
+
+    Raises:
+        CheckpointError: the target's head has another width.
+    """
+    if head_VD.shape[1] != lm_head.weight.shape[1]:
+        raise CheckpointError(
+            f"the drafter stores no head and has width {lm_head.weight.shape[1]}, but the target's head has width "
+            f"{head_VD.shape[1]}; use the drafter trained for this target"
+        )
+    target_ids_U = torch.arange(d2t_U.shape[0], device=d2t_U.device) + d2t_U
+    if int(target_ids_U.max()) >= head_VD.shape[0]:
+        raise CheckpointError(
+            f"d2t names target id {int(target_ids_U.max())}, but the target's head has {head_VD.shape[0]} rows; use "
+            "the drafter trained for this target"
+        )
+    lm_head.weight.copy_(head_VD[target_ids_U.to(head_VD.device)])
+
+
 def _assignments(model: DSparkModel, names: Mapping[str, str]) -> tuple[Assignment, ...]:
-    parameters = model.state_dict(keep_vars=True)
+    parameters = _stored_parameters(model, names)
     unknown = sorted(set(names) - set(parameters))
     if unknown:
         raise CheckpointError(

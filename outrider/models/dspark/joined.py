@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.models.dspark.config import DraftLayerMask, DSparkConfig, WindowOrigin
+from outrider.models.dspark.config import DraftLayerMask, DSparkConfig, RopeConfig, WindowOrigin
 from outrider.models.dspark.model import DraftLayer
 from outrider.ops.block_attention import BlockHeads, BlockMask
 from outrider.ops.invariant import island_dtype
-from outrider.ops.rope import RotaryTable, YarnScaling, rotary_table
+from outrider.ops.rope import RotaryTable, YarnScaling, rotary_frequencies, rotary_table
 
-__all__ = ["JoinedLayer", "block_mask", "drafter_rotary_table", "join_layer"]
+__all__ = ["JoinedLayer", "block_mask", "drafter_rotary_table", "join_layer", "rope_frequencies"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +82,22 @@ def drafter_rotary_table(
 ) -> RotaryTable:
     """Cosines and sines of positions 0..num_positions - 1, YaRN included, for compute dtype ``dtype``."""
     rope = config.rope
-    scaling = None
-    if rope.yarn is not None:
-        scaling = YarnScaling(
-            factor=rope.yarn.factor,
-            original_max_positions=rope.yarn.original_max_position,
-            beta_fast=rope.yarn.beta_fast,
-            beta_slow=rope.yarn.beta_slow,
-            attention_factor=rope.yarn.attention_factor,
-        )
-    table = rotary_table(num_positions, config.head_dim, rope.theta, scaling, dtype=island_dtype(dtype))
+    table = rotary_table(num_positions, config.head_dim, rope.theta, _scaling(rope), dtype=island_dtype(dtype))
     return RotaryTable(cos_PF=table.cos_PF.to(device), sin_PF=table.sin_PF.to(device))
+
+
+def rope_frequencies(config: DSparkConfig) -> tuple[torch.Tensor, float]:
+    """Radians per position of every rotary pair ``[F]``, float64, and the factor on cosine and sine."""
+    return rotary_frequencies(config.head_dim, config.rope.theta, _scaling(config.rope))
+
+
+def _scaling(rope: RopeConfig) -> YarnScaling | None:
+    if rope.yarn is None:
+        return None
+    return YarnScaling(
+        factor=rope.yarn.factor,
+        original_max_positions=rope.yarn.original_max_position,
+        beta_fast=rope.yarn.beta_fast,
+        beta_slow=rope.yarn.beta_slow,
+        attention_factor=rope.yarn.attention_factor,
+    )

@@ -24,7 +24,7 @@ from outrider.ops.native.library import library_for
 from outrider.ops.probe import OpCheck
 from outrider.ops.probe_ops import activation_check, activation_name, norm_check, norm_name
 
-__all__ = ["load_predictor"]
+__all__ = ["load_predictor", "prepare_predictor"]
 
 LINEAR = "drafter linear"
 
@@ -56,6 +56,33 @@ def load_predictor(
         UnsupportedError: a drafter family or feature that is not offered.
     """
     model = load_model(path, tables, dtype=tables.embedding_VD.dtype, device=tables.embedding_VD.device)
+    return prepare_predictor(
+        model,
+        target,
+        tables,
+        max_context=max_context,
+        num_draft_tokens=num_draft_tokens,
+        with_confidence=with_confidence,
+        numerics=numerics,
+    )
+
+
+def prepare_predictor(
+    model: DSparkModel,
+    target: TargetModel,
+    tables: TargetTables,
+    *,
+    max_context: int,
+    num_draft_tokens: int | None = None,
+    with_confidence: bool = False,
+    numerics: NumericsChoice | None = None,
+) -> BlockPredictor:
+    """Make a predictor of loaded weights; see ``load_predictor``, which reads them too.
+
+    Raises:
+        CheckpointError: the drafter is another target's.
+        ConfigError: too many drafts are asked for.
+    """
     check_target(
         model.config, vocab_size=target.vocab_size, hidden_size=target.hidden_size, num_layers=target.num_layers
     )

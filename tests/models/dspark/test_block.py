@@ -27,11 +27,24 @@ VARIANTS = {
     "rnn": ToyDrafterOptions(markov_kind="rnn", confidence="hidden"),
     "dflash": ToyDrafterOptions(markov_rank=0, confidence="none"),
     "anchor-drop": ToyDrafterOptions(family="speculators", extra_config={"sample_from_anchor": False}),
+    # published drafters with widths scaled down: layers, taps, rows, ratio of heads and rotary numbers are theirs
+    "qwen3-scaled": ToyDrafterOptions(
+        num_layers=5, num_heads=8, num_kv_heads=2, block_rows=7, num_target_layers=36, aux_layer_ids=(1, 9, 17, 25, 33),
+        rope_theta=1e6, rms_norm_eps=1e-6,
+    ),
+    "k3-scaled": ToyDrafterOptions(
+        family="specforge", num_layers=5, num_heads=8, num_kv_heads=2, block_rows=7, num_target_layers=93,
+        aux_layer_ids=(7, 23, 51, 67, 83), yarn_factor=16.0, yarn_original=64,
+    ),
+    "glm-scaled": ToyDrafterOptions(
+        family="speculators", num_layers=5, num_heads=4, num_kv_heads=4, block_rows=8, num_target_layers=78,
+        aux_layer_ids=(7, 22, 38, 54, 69), rope_theta=8e6, extra_config={"sample_from_anchor": False},
+    ),
     "sliding": ToyDrafterOptions(layer_types=("sliding_attention", "full_attention"), sliding_window=7),
     "sliding-from-anchor": ToyDrafterOptions(
         family="speculators", layer_types=("sliding_attention", "full_attention"), sliding_window=3
     ),
-}
+}  # fmt: skip
 
 
 def reference_shape(options: ToyDrafterOptions) -> ReferenceShape:

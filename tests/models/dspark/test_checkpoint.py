@@ -5,7 +5,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.errors import CheckpointError, ConfigError
-from outrider.models.dspark.checkpoint import TargetTables, load_model, normalise_name
+from outrider.models.dspark.checkpoint import TargetTables, check_headers, load_model, normalise_name
+from outrider.models.weights import CheckpointReader
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
 CPU = torch.device("cpu")
@@ -134,8 +135,8 @@ def test_two_spellings_of_one_tensor_are_refused(tmp_path):
         (lambda t: t["d2t"].copy_(-torch.arange(33)), "two draft ids"),
         (lambda t: t["t2d"].logical_not_(), "t2d marks 64"),
         (lambda t: t.update(t2d=t["t2d"].roll(1)), "name different target ids"),
-        (lambda t: t.pop("lm_head.weight"), "'lm_head.weight'.*missing"),
         (lambda t: t.pop("d2t"), "'d2t'.*missing"),
+        (lambda t: (t.pop("d2t"), t.pop("lm_head.weight")), "'d2t' of shape .* is missing; 2 missing"),
         (lambda t: t.update(d2t=t["d2t"].float()), "dtype"),
     ],
 )
@@ -161,3 +162,31 @@ def test_a_contradictory_config_is_refused_before_weights(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match="mask_token_id=97"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_a_head_that_is_not_stored_is_the_targets_rows_of_d2t(dtype, tmp_path):
+    """And it is never the draft vocabulary's first rows: the map of the toy leaves ids out."""
+    tables = TargetTables(embedding_VD=EMBEDDING.to(dtype), head_VD=HEAD.to(dtype))
+    weights = write_toy_drafter(tmp_path, FORMATS["speculators-reduced"], dtype=torch.bfloat16)
+    edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    model = load(tmp_path, tables, dtype)
+    ids = torch.arange(33) + weights["d2t"]
+    assert not torch.equal(ids, torch.arange(33))
+    assert model.lm_head is not None and torch.equal(model.lm_head.weight, tables.head_VD[ids])
+    with CheckpointReader(tmp_path) as reader:
+        check_headers(reader, model)
+
+
+def test_a_head_that_is_not_stored_needs_the_targets_width_and_rows(tmp_path):
+    write_toy_drafter(tmp_path, FORMATS["speculators-reduced"], dtype=torch.bfloat16)
+    edit(tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(CheckpointError, match="stores no head and has width 32, but the target's head has width 16"):
+        load(tmp_path, TargetTables(embedding_VD=EMBEDDING, head_VD=HEAD[:, :16]))
+    with pytest.raises(CheckpointError, match="the target's head has 40 rows"):
+        load(tmp_path, TargetTables(embedding_VD=EMBEDDING, head_VD=HEAD[:40]))
+
+
+def test_a_full_vocabulary_without_a_head_uses_the_targets(tmp_path):
+    write_toy_drafter(tmp_path, FORMATS["deepspec"], dtype=torch.bfloat16)
+    assert load(tmp_path).lm_head is None
