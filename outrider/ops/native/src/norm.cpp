@@ -18,12 +18,16 @@ struct RowSum {
   float total() const { return reduce_add((partial[0] + partial[1]) + (partial[2] + partial[3])); }
 };
 
-// body(column, lanes, vector index) over the vectors of a row
+// body(column, lanes, vector index modulo SUMS) over the vectors of a row
 template <class Body>
 inline void over_row(std::int64_t width, Body&& body) {
   std::int64_t column = 0;
+  for (; column + SUMS * Vec::W <= width; column += SUMS * Vec::W) {
+    OUTRIDER_UNROLL
+    for (int index = 0; index < SUMS; ++index) body(column + index * Vec::W, Vec::W, index);
+  }
   int index = 0;
-  for (; column + Vec::W <= width; column += Vec::W, index = (index + 1) % SUMS) body(column, Vec::W, index);
+  for (; column + Vec::W <= width; column += Vec::W, ++index) body(column, Vec::W, index);
   if (column < width) body(column, static_cast<int>(width - column), index);
 }
 
