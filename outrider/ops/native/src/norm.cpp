@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "pairs.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -129,8 +130,13 @@ void mix_row(const Mix& m, std::int64_t row) {
     for (std::int64_t b = 1; b < m.num_candidates; ++b) {
       sum = fma(load_lanes(first + b * m.plane_stride + column, lanes), splat(shares[b]), sum);
     }
-    sum = rounded(sum);
-    store_lanes(mixed + column, sum, lanes);
+    const HalfBits bits = narrow(sum);
+    sum = widen(bits);
+    if (lanes == Vec::W) {
+      store_bits(mixed + column, bits);
+    } else {
+      store_n(mixed + column, sum, lanes);
+    }
     squares.partial[index] = fma(sum, sum, squares.partial[index]);
   });
   normed_row(mixed, m.norm_weight, inverse_root(squares.total(), m.width, m.eps), m.width, normed);
