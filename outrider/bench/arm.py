@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from outrider.errors import ConfigError
 
-__all__ = ["AUTO", "PLAIN", "ArmSpec", "fixed_arm", "main_arm", "parse_arm", "parse_arms"]
+__all__ = ["AUTO", "OFF", "PLAIN", "SPEC", "ArmSpec", "fixed_arm", "main_arm", "parse_arm", "parse_arms"]
 
 PLAIN, AUTO, OFF, SPEC = "plain", "auto", "off", "spec"
+AUTO_SPELLINGS = (AUTO, "adaptive")
 AUTO_SPECULATION = "adaptive"  # the engine's word for what the arm `auto` runs
 FIXED = re.compile(r"fixed(\d{1,3})")
 
@@ -52,10 +53,10 @@ def parse_arm(name: str, *, spec: str | int = AUTO) -> ArmSpec:
             raise ConfigError(f"--speculation {spec} leaves the arm spec without drafts; use --arms plain,off")
         if isinstance(spec, int):
             return fixed_arm(spec, SPEC)
-        if spec not in (AUTO, AUTO_SPECULATION):
+        if spec not in AUTO_SPELLINGS:
             raise ConfigError(f"--speculation {spec!r} is unknown; use auto or a number of drafts")
         return ArmSpec(name=SPEC, with_drafter=True, speculation=AUTO_SPECULATION, drafts=True)
-    if name in (AUTO, AUTO_SPECULATION):
+    if name in AUTO_SPELLINGS:
         return ArmSpec(name=AUTO, with_drafter=True, speculation=AUTO_SPECULATION, drafts=True)
     match = FIXED.fullmatch(name)
     if match is None or int(match[1]) == 0:
