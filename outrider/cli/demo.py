@@ -28,7 +28,7 @@ __all__ = ["run_demo"]
 WIDTH = 120
 NUM_SHOWN_PROMPT_CHARS = 400
 EXIT_DIFFERENT = 1
-NUM_REPEATS = 2  # enough for an interval; a verdict takes `bench ab`
+NUM_REPEATS = 3  # enough for an interval; a verdict takes `bench ab`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
