@@ -8,7 +8,8 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from operator import add
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +23,8 @@ Integers = np.ndarray[Any, np.dtype[np.int64]]
 GroupShape = tuple[int, int, int]  # sequences, rows of the longest, rows
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SlabShape:
-    """Sizes of the index tensors of a step."""
+class SlabShape(NamedTuple):
+    """Sizes of the index tensors of a step; a tuple, as it is looked up in every step."""
 
     step: GroupShape
     chunk: GroupShape
@@ -92,6 +92,7 @@ class _Group:
         self._limits_SM: Integers = parts.limits[cells].reshape(self.shape)
         self._valid_SM: np.ndarray[Any, np.dtype[np.bool_]] = parts.valid.view(np.bool_)[cells].reshape(self.shape)
         self._ahead_M = np.arange(1, longest + 1)
+        self._spans: SpanGroup | None = None
 
     def arrange(self, lengths_S: Integers, firsts_S: Integers) -> None:
         """What follows from the lengths alone; ``firsts_S`` counts rows of the whole batch."""
@@ -105,6 +106,36 @@ class _Group:
         np.add(starts_S[self.sequences, None], self._ahead_M, out=self._limits_SM)
         if not self.is_rectangular:
             self._limits_SM[~self._valid_SM] = 1
+
+    def look_at(self, tensors: _Parts) -> None:
+        """Make the views of the device that all batches share."""
+        self._spans = SpanGroup(
+            rows_T=tensors.ascending_T[self.rows],
+            state_slots_S=tensors.slots_S[self.sequences],
+            lengths=(),
+            starts=(),
+            padded_rows_SM=tensors.padded[self.cells].view(self.shape),
+            valid_SM=tensors.valid.view(torch.bool)[self.cells].view(self.shape),
+            limits_SM=tensors.limits[self.cells].view(self.shape),
+            num_keys_S=tensors.num_keys_S[self.sequences],
+        )
+
+    def spans(self, lengths: tuple[int, ...], starts: tuple[int, ...]) -> SpanGroup:
+        """The group of a batch whose sequences have these lengths and starts."""
+        views = self._spans
+        assert views is not None, "made by look_at"
+        if self.shape[0] == 0:
+            return views
+        return SpanGroup(
+            rows_T=views.rows_T,
+            state_slots_S=views.state_slots_S,
+            lengths=lengths[self.sequences],
+            starts=starts[self.sequences],
+            padded_rows_SM=views.padded_rows_SM,
+            valid_SM=views.valid_SM,
+            limits_SM=views.limits_SM,
+            num_keys_S=views.num_keys_S,
+        )
 
 
 class Slab:
@@ -138,9 +169,10 @@ class Slab:
         self._arranged: tuple[tuple[int, ...], list[bool]] | None = None
         self._drafts_of: tuple[tuple[int, ...], int] | None = None
         self._tensors: _Parts | None = None
+        self._page_table_tensor_SP: torch.Tensor | None = None
 
     def arrange(self, lengths: tuple[int, ...], wants_logits: list[bool]) -> None:
-        """What follows from lengths and wishes alone; most steps find it as it must be."""
+        """What follows from lengths, and from which prompts want logits; most steps find it as it must be."""
         if self._arranged == (lengths, wants_logits):
             return
         parts, num_decodes = self._parts, self.shape.step[0]
@@ -149,7 +181,7 @@ class Slab:
         self._firsts_S = ends_S - self._lengths_S
         parts.sequence_T[:] = np.repeat(np.arange(len(lengths)), self._lengths_S)
         self._offsets_T = parts.ascending_T - self._firsts_S[parts.sequence_T]
-        last_of_prompts = (ends_S - 1)[num_decodes:][np.array(wants_logits[num_decodes:], dtype=np.bool_)]
+        last_of_prompts = (ends_S - 1)[num_decodes:][np.array(wants_logits, dtype=np.bool_)]
         parts.logits_rows_N[:] = np.concatenate((parts.ascending_T[self._step.rows], last_of_prompts))
         parts.draft_rows_F[:] = np.flatnonzero(self._offsets_T[self._step.rows])
         for group in self._groups:
@@ -166,7 +198,7 @@ class Slab:
         self._drafts_of = (block_rows, width)
 
     def fill(
-        self, items: Sequence[ScheduledSequence], starts: tuple[int, ...], table_BP: Integers, page_size: int
+        self, items: Sequence[ScheduledSequence], starts: Sequence[int], table_BP: Integers, page_size: int
     ) -> None:
         """What changes from step to step, but for the draft ids."""
         parts, (num_decodes, _, num_step_rows) = self._parts, self.shape.step
@@ -191,7 +223,10 @@ class Slab:
         if self._device is not self._host:
             self._device.copy_(self._host, non_blocking=True)
         if self._tensors is None:
-            self._tensors = _Parts(*self._device.split_with_sizes(self.shape.sizes))
+            self._tensors = tensors = _Parts(*self._device.split_with_sizes(self.shape.sizes))
+            self._page_table_tensor_SP = tensors.pages.view(self._page_table_SP.shape)
+            for group in (self._step, self._chunk):
+                group.look_at(tensors)
         if self.shape.num_drafts:
             tensors = self._tensors
             ids_F = draft_ids_SG.flatten().index_select(0, tensors.draft_cells_F)
@@ -200,7 +235,7 @@ class Slab:
     def batch(self, lengths: tuple[int, ...], starts: tuple[int, ...], page_size: int) -> ForwardBatch:
         """The batch, after ``upload``."""
         tensors = self._tensors
-        assert tensors is not None, "upload comes first"
+        assert tensors is not None and self._page_table_tensor_SP is not None, "upload comes first"
         if self.place is not None:
             self.place.num_batches += 1
         return ForwardBatch(
@@ -209,25 +244,11 @@ class Slab:
             context_lens_T=tensors.context_lens_T,
             sequence_T=tensors.sequence_T,
             slot_mapping_T=tensors.slot_mapping_T,
-            page_table_SP=tensors.pages.view(self._page_table_SP.shape),
+            page_table_SP=self._page_table_tensor_SP,
             logits_rows_N=tensors.logits_rows_N,
-            chunk=self._span_group(self._chunk, tensors, lengths, starts),
-            step=self._span_group(self._step, tensors, lengths, starts),
+            chunk=self._chunk.spans(lengths, starts),
+            step=self._step.spans(lengths, starts),
             page_size=page_size,
-            max_context=max(map(sum, zip(starts, lengths, strict=True)), default=0),
+            max_context=max(map(add, starts, lengths), default=0),
             place=self.place,
-        )
-
-    def _span_group(
-        self, group: _Group, tensors: _Parts, lengths: tuple[int, ...], starts: tuple[int, ...]
-    ) -> SpanGroup:
-        return SpanGroup(
-            rows_T=tensors.ascending_T[group.rows],
-            state_slots_S=tensors.slots_S[group.sequences],
-            lengths=lengths[group.sequences],
-            starts=starts[group.sequences],
-            padded_rows_SM=tensors.padded[group.cells].view(group.shape),
-            valid_SM=tensors.valid.view(torch.bool)[group.cells].view(group.shape),
-            limits_SM=tensors.limits[group.cells].view(group.shape),
-            num_keys_S=tensors.num_keys_S[group.sequences],
         )
