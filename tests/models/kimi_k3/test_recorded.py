@@ -236,7 +236,7 @@ def test_memory_is_bounded_by_the_largest_step(toy):
     model = load(toy, "k3")
     run(model, 10, 60)
     assert model.steps.num_recorded > 5
-    assert model.steps.arena_bytes == 1 << 20
+    assert model.steps.scratch_bytes == 1 << 20
 
 
 def test_an_operation_of_torch_is_refused_by_name_and_runs_eagerly_for_ever(toy, caplog):

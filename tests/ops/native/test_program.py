@@ -6,13 +6,13 @@ import re
 import pytest
 import torch
 
-from outrider.ops.native.arena import Arena, ArenaSession
 from outrider.ops.native.build import SOURCES
 from outrider.ops.native.library import INT, POINTER
 from outrider.ops.native.linear import PackedLinear
 from outrider.ops.native.norm import NativeNorm
 from outrider.ops.native.program import NotRecordableError, record
 from outrider.ops.native.rows import native_rows
+from outrider.ops.native.scratch import Scratch, ScratchSession
 
 # Not part of a step: they prepare, or run what is recorded, or answer with a number.
 NEVER_RECORDED = {"linear_packed_size", "linear_pack", "program_run", "moe_experts"}
@@ -47,14 +47,14 @@ def inputs(seed, num_rows=3):
 
 
 def test_a_program_does_what_the_function_does_with_other_values(native):
-    chain, x, arena = Chain(native), inputs(0), Arena()
-    program, results = record(native, arena, lambda: chain(x))
+    chain, x, scratch = Chain(native), inputs(0), Scratch()
+    program, results = record(native, scratch, lambda: chain(x))
     assert [torch.equal(*pair) for pair in zip(results, chain(x), strict=True)] == [True, True]
     earlier = []
     for seed in (1, 2, 3):
         x.copy_(inputs(seed))
         expected = chain(x)
-        arena.poison()
+        scratch.poison()
         earlier.append((program.run(), expected))
     for found, expected in earlier:  # a later run leaves earlier results alone
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
@@ -65,27 +65,27 @@ def test_a_program_does_what_the_function_does_with_other_values(native):
     assert {call.name for call in program.calls} == {"linear", "add_rows", "copy_rows", "rms_norm"}
 
 
-def test_programs_of_one_arena_run_in_any_order(native):
-    chain, arena = Chain(native), Arena()
+def test_programs_that_share_memory_run_in_any_order(native):
+    chain, scratch = Chain(native), Scratch()
     recorded = []
     for num_rows in (1, 2, 7, 33):
         x = inputs(num_rows, num_rows)
-        recorded.append((record(native, arena, lambda x=x: chain(x))[0], x))
+        recorded.append((record(native, scratch, lambda x=x: chain(x))[0], x))
     dice = random.Random(1)
     for turn in range(12):
         program, x = dice.choice(recorded)
         x.copy_(inputs(100 + turn, x.shape[0]))
-        arena.poison()
+        scratch.poison()
         assert all(torch.equal(*pair) for pair in zip(program.run(), chain(x), strict=True))
 
 
 def test_memory_of_the_dead_is_used_again(native):
     """A chain ten times as long needs no more than its few living tensors."""
-    arena = Arena()
+    scratch = Scratch()
     chain, x = Chain(native, num_steps=50), inputs(0, 4096)
-    record(native, arena, lambda: chain(x))
+    record(native, scratch, lambda: chain(x))
     one = 4096 * 48 * 2
-    assert arena.num_bytes <= 8 * one  # five live at a time, and a slab of 1 MiB holds two
+    assert scratch.num_bytes <= 8 * one  # five live at a time, and a slab of 1 MiB holds two
 
 
 def test_what_cannot_be_repeated_is_refused_by_name(native):
@@ -93,7 +93,7 @@ def test_what_cannot_be_repeated_is_refused_by_name(native):
 
     def refusal(function):
         with pytest.raises(NotRecordableError) as caught:
-            record(native, Arena(), function)
+            record(native, Scratch(), function)
         assert native.tape.recorder is None
         return str(caught.value)
 
@@ -118,9 +118,9 @@ def test_an_error_of_the_function_ends_the_recording(native):
         raise RuntimeError("on the way")
 
     with pytest.raises(RuntimeError, match="on the way"):
-        record(native, Arena(), fails)
+        record(native, Scratch(), fails)
     assert native.tape.recorder is None
-    record(native, Arena(), lambda: chain(x))
+    record(native, Scratch(), lambda: chain(x))
 
 
 def test_every_operation_of_a_step_has_a_form_for_recordings(native):
@@ -134,8 +134,8 @@ def test_every_operation_of_a_step_has_a_form_for_recordings(native):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_living_blocks_never_overlap_and_all_memory_comes_back(seed):
-    dice, arena = random.Random(seed), Arena()
-    session = ArenaSession(arena)
+    dice, scratch = random.Random(seed), Scratch()
+    session = ScratchSession(scratch)
     living = []
 
     def block(number):
@@ -153,6 +153,6 @@ def test_living_blocks_never_overlap_and_all_memory_comes_back(seed):
         assert all(tensor.eq(number).all() for tensor, number in living)
     living.clear()
     assert session.num_living == 0
-    before = arena.num_bytes
-    session.empty((before // arena.num_slabs // 4,), torch.float32, 0)  # ranges have grown together again
-    assert arena.num_bytes == before
+    before = scratch.num_bytes
+    session.empty((before // scratch.num_slabs // 4,), torch.float32, 0)  # ranges have grown together again
+    assert scratch.num_bytes == before
