@@ -142,16 +142,16 @@ def _label(op: str, args: tuple[Any, ...]) -> str:
 
 @contextmanager
 def clocked(target: KimiK3Model, watch: Stopwatch) -> Iterator[None]:
-    """Steps that run from recordings tell ``watch`` what their operations took; others tell nothing."""
+    """Steps from recordings tell ``watch`` what their operations took, when the body is left; others tell nothing."""
     kinds = {id(module): part for module in target.modules() for kind, part in MODULE_PARTS if isinstance(module, kind)}
 
-    def tell(program: Program, nanoseconds: list[int]) -> None:
+    runs: list[tuple[Program, list[int]]] = []
+    with target.steps.timed(lambda program, nanoseconds: runs.append((program, nanoseconds))):
+        yield
+    for program, nanoseconds in runs:
         for call, duration in zip(program.calls, nanoseconds, strict=True):
             part = OP_PARTS.get(call.name) or (MODEL if call.module is None else kinds.get(call.module, LAYER))
             watch.take(part, _call_label(call), 1e-9 * duration)
-
-    with target.steps.timed(tell):
-        yield
 
 
 def _call_label(call: RecordedCall) -> str:

@@ -199,12 +199,13 @@ def _take_apart(
 ) -> Anatomy:
     """The watched step in the middle of NUM_WATCHED, by its time; from a recording where the model has one."""
     watch = Stopwatch(clock, device_barrier(device))
-    found: list[tuple[float, Anatomy]] = []
     with clocked(target, watch):
         rig.run(point)
-    with clocked(target, watch) if watch.calls else watched(target, watch):
-        for _ in range(NUM_WATCHED):
-            watch.clear()
+    look = clocked if watch.calls else watched
+    found: list[tuple[float, Anatomy]] = []
+    for _ in range(NUM_WATCHED):
+        watch.clear()
+        with look(target, watch):
             step = rig.run(point)
-            found.append((step.seconds, anatomy_of(watch, step.result.timings, step.seconds, step_ms)))
+        found.append((step.seconds, anatomy_of(watch, step.result.timings, step.seconds, step_ms)))
     return sorted(found, key=lambda pair: pair[0])[NUM_WATCHED // 2][1]
