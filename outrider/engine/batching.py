@@ -21,6 +21,7 @@ import torch
 from outrider.batch import BatchPlace, ForwardBatch
 from outrider.engine.slab import Integers, Slab, SlabShape
 from outrider.errors import EngineFault
+from outrider.ops.native.library import library
 from outrider.plan import ScheduledSequence
 
 __all__ = ["PageTable", "StepDrafts", "StepSpans", "build_batch", "upload"]
@@ -101,10 +102,10 @@ class PageTable:
     def slab(self, shape: SlabShape) -> Slab:
         """The slab of a shape: the same one again where its batches take turns, else a new one."""
         if self.device.type != "cpu" or not shape.is_step:
-            return Slab(shape, self.device)
+            return Slab(shape, self.page_size, self.device)
         slab = self._slabs.get(shape)
         if slab is None:
-            slab = self._slabs[shape] = Slab(shape, self.device, BatchPlace())
+            slab = self._slabs[shape] = Slab(shape, self.page_size, self.device, BatchPlace(), library())
             if len(self._slabs) > MAX_PLACES:
                 self._slabs.popitem(last=False)
         else:
@@ -163,6 +164,5 @@ def build_batch(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> 
     )
     slab.arrange(tuple(lengths), wants_logits)
     slab.place_drafts(drafts.block_rows, drafts.token_ids_SG.shape[1])
-    slab.fill(items, starts, page_table.host_BP, page_size)
-    slab.upload(drafts.token_ids_SG)
-    return slab.batch(tuple(lengths), tuple(starts), page_size)
+    slab.fill(items, starts, page_table.host_BP, drafts.token_ids_SG)
+    return slab.batch(tuple(lengths), tuple(starts))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from outrider.batch import SpanGroup
+from outrider.engine import batching
 from outrider.engine.batching import PageTable, StepDrafts, StepSpans, build_batch
 from outrider.errors import EngineFault
 from outrider.plan import ScheduledSequence
@@ -125,9 +126,14 @@ def check_group(group: SpanGroup, items: list[ScheduledSequence], lengths: list[
         begin += length
 
 
+@pytest.mark.parametrize("form", ["native", "arrays"])
 @pytest.mark.parametrize("seed", range(6))
-def test_any_step_is_laid_out_as_row_by_row_whatever_the_slab_held(seed: int) -> None:
+def test_any_step_is_laid_out_as_row_by_row_whatever_the_slab_held(seed: int, form: str, monkeypatch) -> None:
     """Steps of all kinds through one page table; few sizes, so that shapes come again with other contents."""
+    if form == "arrays":
+        monkeypatch.setattr(batching, "library", lambda: None)
+    elif batching.library() is None:
+        pytest.skip("no native operations here")
     dice = random.Random(seed)
     page_size, max_pages, num_slots = 4, 12, 6
     page_table = PageTable(num_slots=num_slots, max_pages=max_pages, page_size=page_size, device=CPU)
