@@ -129,7 +129,8 @@ class Stopwatch:
 
     def take(self, part: str, op: str, seconds: float) -> None:
         """Count an operation that was timed elsewhere."""
-        self.seconds[part, op] += seconds
+        own: Any = seconds  # a Counter is typed for whole numbers
+        self.seconds[part, op] += own
         self.calls[part, op] += 1
 
 
