@@ -148,11 +148,12 @@ class KimiK3Model(nn.Module):
         Chunk rows commit their recurrent state; step rows only log. The host waits for an accelerator in
         the expert loop (rows of each expert) and in prompt chunks (chunk indices from host lists).
         """
-        return self.steps.run(self.run_eagerly, batch, caches)
+        logits_NV, *taps = self.steps.run(batch.place, caches, lambda: self.run_eagerly(batch, caches))
+        return TargetOutput(logits_NV=logits_NV, aux_hidden_TAD=taps[0] if taps else None)
 
     @torch.no_grad()
-    def run_eagerly(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
-        """The forward, operation by operation; what it computes for a batch with a place can be recorded."""
+    def run_eagerly(self, batch: ForwardBatch, caches: TargetCaches) -> tuple[torch.Tensor, ...]:
+        """Logits, and taps if there are any, operation by operation."""
         kernels = self.kernels
         stream = ResidualStream(
             batch.token_ids_T, self.embedding, self.config.num_snapshots, kernels.mix_norm, kernels.rows
@@ -164,7 +165,8 @@ class KimiK3Model(nn.Module):
                 entry_TD, normed_TD = stream.read_normed(layer.attention_mix, layer.attention_norm, layer.eps)
                 self._capture(i - 1, entry_TD, stream, taps_TAD)
                 layer(normed_TD, stream, index, caches)
-        return TargetOutput(logits_NV=self._logits(stream, batch, taps_TAD), aux_hidden_TAD=taps_TAD)
+        logits_NV = self._logits(stream, batch, taps_TAD)
+        return (logits_NV,) if taps_TAD is None else (logits_NV, taps_TAD)
 
     def _logits(self, stream: ResidualStream, batch: ForwardBatch, taps_TAD: torch.Tensor | None) -> torch.Tensor:
         """Logits of the rows that need them; takes the last tap, which is what the head reads, on the way."""
