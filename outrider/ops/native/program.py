@@ -185,6 +185,11 @@ class _Recording(TorchDispatchMode):
         self._thread = threading.get_ident()
         self._modules: list[int] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch: a yes would import its compiler at the first recording, which takes a second."""
+        return False
+
     def note(self, function: NativeFunction, arguments: tuple[object, ...]) -> None:
         """See CallRecorder."""
         if threading.get_ident() != self._thread:

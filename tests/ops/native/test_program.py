@@ -2,6 +2,8 @@
 
 import random
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -156,3 +158,25 @@ def test_living_blocks_never_overlap_and_all_memory_comes_back(seed):
     before = scratch.num_bytes
     session.empty((before // scratch.num_slabs // 4,), torch.float32, 0)  # ranges have grown together again
     assert scratch.num_bytes == before
+
+
+def test_a_recording_does_not_wake_the_compiler_of_torch(native):
+    """Importing it takes a second, at the first tokens of a process."""
+    script = (
+        "import sys, torch\n"
+        "from outrider.ops.native.library import load_variant\n"
+        "from outrider.ops.native.program import record\n"
+        "from outrider.ops.native.rows import native_rows\n"
+        "from outrider.ops.native.scratch import Scratch\n"
+        f"native = load_variant({native.variant!r})\n"
+        "rows, x = native_rows(native), torch.ones(2, 8).bfloat16()\n"
+        "def doubled():\n"
+        "    y = torch.empty(2, 8, dtype=torch.bfloat16)\n"
+        "    rows.add(x, x, y)\n"
+        "    return (y,)\n"
+        "program, results = record(native, Scratch(), doubled)\n"
+        "assert torch.equal(program.run()[0], results[0])\n"
+        "print(len(program.calls), sorted(name for name in sys.modules if name == 'torch._dynamo'))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1", "[]"]
