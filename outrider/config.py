@@ -14,6 +14,7 @@ __all__ = [
     "check_positive",
     "kernel_environment",
     "native_ops_wanted",
+    "recorded_steps_wanted",
     "resolve_num_draft_tokens",
     "user_cache_directory",
 ]
@@ -136,7 +137,20 @@ def native_ops_wanted() -> bool:
     Raises:
         ConfigError: the variable holds another word.
     """
-    word = os.environ.get("OUTRIDER_NATIVE", "1")
+    return _is_on("OUTRIDER_NATIVE", "use 0 for the torch forms or 1 for the native ones")
+
+
+def recorded_steps_wanted() -> bool:
+    """Whether decode steps may run from recordings; ``OUTRIDER_RECORD=0`` runs each one eagerly, to compare.
+
+    Raises:
+        ConfigError: the variable holds another word.
+    """
+    return _is_on("OUTRIDER_RECORD", "use 0 to run every step eagerly or 1 to record steps")
+
+
+def _is_on(name: str, remedy: str) -> bool:
+    word = os.environ.get(name, "1")
     if word not in ("0", "1"):
-        raise ConfigError(f"OUTRIDER_NATIVE={word!r} is unknown; use 0 for the torch forms or 1 for the native ones")
+        raise ConfigError(f"{name}={word!r} is unknown; {remedy}")
     return word == "1"

@@ -17,6 +17,7 @@ from outrider.ops.linear import LinearFunction, linear, linear_padded, linear_pl
 from outrider.ops.moe import ExpertsFunction, PrepareRouted, routed_experts, routed_experts_plain
 from outrider.ops.norm import NormFunction, rms_norm
 from outrider.ops.residual import MixNormFunction, residual_mix_norm
+from outrider.ops.rows import PLAIN_ROWS, RowForm
 
 __all__ = ["EXACT_KERNELS", "PLAIN_KERNELS", "Kernels"]
 
@@ -36,6 +37,7 @@ class Kernels:
     norm: NormFunction = rms_norm
     mix_norm: MixNormFunction = residual_mix_norm  # what lies between two sublayers
     glu: GluFunction = glu_fused
+    rows: RowForm = PLAIN_ROWS  # copies and sums of rows; the same bits in every form
 
 
 EXACT_KERNELS = Kernels()

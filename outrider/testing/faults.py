@@ -124,7 +124,7 @@ def _neighbour_row() -> AbstractContextManager[None]:
             rows_N = batch.logits_rows_N.clone()
             ends_S = torch.tensor(batch.step.lengths, dtype=torch.int64, device=rows_N.device).cumsum(0) - 1
             rows_N[ends_S[:-1]] = ends_S[:-1] + 1  # decode spans come first and want all their rows
-            return replace(batch, logits_rows_N=rows_N)
+            return replace(batch, logits_rows_N=rows_N, place=None)
 
         return wrong
 

@@ -23,7 +23,7 @@ class NativeDrafter:
                 *(POINTER,) * 9,  # projections, gains, positions, table, context, key counts, page table
                 *(INT,) * 7,  # page table's stride, page size, counts, width
                 *(REAL, REAL),  # eps, scale
-                *(INT,) * 4,  # mask, key tiles
+                *(INT,) * 3,  # mask
                 *(POINTER, INT),  # result, threads
             ],
         )
@@ -66,7 +66,6 @@ class NativeDrafter:
             mask.causal,
             mask.window or 0,
             mask.window_from_anchor,
-            keys.num_tiles,
             out_THK.data_ptr(),
             torch.get_num_threads(),
         )

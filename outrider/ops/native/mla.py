@@ -37,7 +37,7 @@ class NativeMla:
                 *(POINTER,) * 3,  # weights, cache
                 *(POINTER,) * 4,  # spans, page table
                 *(INT,) * 10,  # page table's stride, page size, counts, widths
-                *(REAL, POINTER, INT, INT, POINTER, INT),  # scale, gate and stride, keys, result, threads
+                *(REAL, POINTER, INT, POINTER, INT),  # scale, gate and stride, result, threads
             ],
         )
         self._append = library.function(
@@ -90,7 +90,6 @@ class NativeMla:
             scale,
             None if gate_THW is None else gate_THW.data_ptr(),
             0 if gate_THW is None else gate_THW.stride(0),
-            keys.num_tiles,
             out_THW.data_ptr(),
             torch.get_num_threads(),
         )

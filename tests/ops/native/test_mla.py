@@ -1,6 +1,7 @@
 """Native latent attention against the plain forms, and the independence of its rows."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -153,6 +154,20 @@ def test_threads_change_no_bit(mla):
     torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_limits_alone_say_how_long_the_contexts_are(mla, threads):
+    case = Case(contexts=(200, 140), lengths=(1, 3))
+    q_nope, q_rope, spans, gate, _ = case.arguments([0, 1])
+    grown = spans.limits_SM.clone()
+    spans.limits_SM.fill_(1)
+    spans.keys.num_tiles = 1
+    addresses = spans.limits_SM.data_ptr(), spans.keys.page_table_SP.data_ptr()
+    attend = partial(mla.absorbed, q_nope, q_rope, case.weights, case.cache, spans, scale=case.scale, gate_THW=gate)
+    attend()
+    spans.limits_SM.copy_(grown)
+    assert addresses == (spans.limits_SM.data_ptr(), spans.keys.page_table_SP.data_ptr())
+    assert torch.equal(attend(), case.run(mla, [0, 1]))
 
 
 @pytest.mark.parametrize("context", [8, 63, 64, 65, 90, 140])

@@ -11,6 +11,8 @@
 
 #define OUTRIDER_API extern "C" __attribute__((visibility("default")))
 
+#include "program.h"
+
 // In front of a loop with a small constant count whose body must end up in registers.
 #if defined(__clang__)
 #define OUTRIDER_UNROLL _Pragma("unroll")

@@ -113,25 +113,27 @@ void attend_group(const Block& block, const Mask& mask, const Rotation& rotation
 
 }  // namespace
 
-// out[t, h] of all block rows of all sequences. num_tiles: key tiles of the longest context, only for the choice to use
-// threads at all. window 0 = none.
+// out[t, h] of all block rows of all sequences. window 0 = none.
 OUTRIDER_API void outrider_attend_block(
     const bf16* qkv_TNK, const bf16* gain_NK, const std::int64_t* position_T, const float* cosine, const float* sine,
     const bf16* context_keys, const bf16* context_values, const std::int64_t* num_keys_S, const std::int64_t* pages,
     std::int64_t pages_row, std::int64_t page_size, std::int64_t sequences, std::int64_t rows, std::int64_t heads,
     std::int64_t kv_heads, std::int64_t width, float eps, float scale, std::int64_t causal, std::int64_t window,
-    std::int64_t from_anchor, std::int64_t num_tiles, bf16* out_THK, std::int64_t num_threads) {
+    std::int64_t from_anchor, bf16* out_THK, std::int64_t num_threads) {
   const Block block{qkv_TNK, gain_NK, position_T, num_keys_S, rows, heads, kv_heads, width, eps, scale};
   const Mask mask{causal != 0, from_anchor != 0, window};
   const Rotation rotation{cosine, sine, width / 2};
   const PageTable table{pages, pages_row, page_size};
-  const std::int64_t work = sequences * rows * heads * (num_tiles + 1) * TILE * 2 * width;
+  std::int64_t num_keys = 0;  // of all sequences, those of their own block included
+  for (std::int64_t s = 0; s < sequences; ++s) num_keys += num_keys_S[s] + rows;
+  const std::int64_t work = rows * heads * num_keys * 2 * width;
   parallel_parts(work < MIN_PARALLEL_WORK ? 1 : static_cast<int>(num_threads), static_cast<int>(sequences * kv_heads),
                  [&](int part) {
                    attend_group(block, mask, rotation, table, context_keys, context_values, part / kv_heads,
                                 part % kv_heads, out_THK);
                  });
 }
+OUTRIDER_OP(attend_block)
 
 // Normed, rotated keys and plain values of context rows into the cache [2, layers, cache rows, kv heads, width].
 // kv: [rows, layers, 2, kv heads, width]; gain: [layers, width].
@@ -158,5 +160,6 @@ OUTRIDER_API void outrider_store_context(const bf16* kv, const bf16* gain, const
                     }
                   });
 }
+OUTRIDER_OP(store_context)
 
 }  // namespace outrider

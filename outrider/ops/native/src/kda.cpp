@@ -520,6 +520,7 @@ OUTRIDER_API void outrider_kda_rows(const Layer* layer, const Seats* seats, cons
     }
   });
 }
+OUTRIDER_OP(kda_rows)
 
 // All layers: fold the first num_committed_S rows of each span into state and window of its seat.
 OUTRIDER_API void outrider_kda_commit(const Seats* seats, std::int64_t num_heads, std::int64_t width,
@@ -541,5 +542,6 @@ OUTRIDER_API void outrider_kda_commit(const Seats* seats, std::int64_t num_heads
     }
   });
 }
+OUTRIDER_OP(kda_commit)
 
 }  // namespace outrider

@@ -229,5 +229,6 @@ OUTRIDER_API void outrider_linear(const bf16* x, std::int64_t num_rows, std::int
   parallel_ranges(static_cast<int>(threads), groups.num_groups, 1, num_rows * num_out * num_in,
                   [&](std::int64_t begin, std::int64_t end) { groups_of_outputs(p, num_rows, begin, end); });
 }
+OUTRIDER_OP(linear)
 
 }  // namespace outrider

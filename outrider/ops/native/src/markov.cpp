@@ -129,5 +129,6 @@ OUTRIDER_API void outrider_markov_chain(
     }
   }
 }
+OUTRIDER_OP(markov_chain)
 
 }  // namespace outrider

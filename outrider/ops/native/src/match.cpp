@@ -27,5 +27,6 @@ OUTRIDER_API void outrider_match_drafts(const std::int64_t* winners, const std::
     winners += lengths[s] + 1;
   }
 }
+OUTRIDER_OP(match_drafts)
 
 }  // namespace outrider

@@ -648,6 +648,7 @@ OUTRIDER_API void outrider_moe_route(const Layer* layer, const bf16* x, std::int
   for (std::int64_t p = 0; p < num_rows * layer->top_k; ++p) ids[p] = routes.ids[p];
   std::memcpy(weights, routes.weights, sizeof(float) * static_cast<std::size_t>(num_rows * layer->top_k));
 }
+OUTRIDER_OP(moe_route)
 
 // Expert outputs combined: z [T, L] with rows z_stride apart, ids and weights [T, X] whole; to out [T, L].
 // Returns 0, or 1 with nothing written where an id is outside 0..E-1.
@@ -669,3 +670,4 @@ OUTRIDER_API void outrider_moe_routed(const Layer* layer, const bf16* x, std::in
   int threads = static_cast<int>(num_threads);
   experts(*layer, z, z_stride, num_rows, route(*layer, x, x_stride, num_rows, threads), out, threads);
 }
+OUTRIDER_OP(moe_routed)

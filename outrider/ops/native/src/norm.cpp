@@ -161,6 +161,7 @@ OUTRIDER_API void outrider_rms_norm(const bf16* x, std::int64_t n0, std::int64_t
     }
   });
 }
+OUTRIDER_OP(rms_norm)
 
 // Add to the prefix, mix the candidates, norm the mixture; see residual_mix_norm in outrider/ops/residual.py.
 OUTRIDER_API void outrider_mix_norm(bf16* candidates, std::int64_t num_candidates, std::int64_t plane_stride,
@@ -175,5 +176,6 @@ OUTRIDER_API void outrider_mix_norm(bf16* candidates, std::int64_t num_candidate
     for (std::int64_t row = begin; row < end; ++row) mix_row(m, row);
   });
 }
+OUTRIDER_OP(mix_norm)
 
 }  // namespace outrider

@@ -55,5 +55,6 @@ OUTRIDER_API void outrider_argmax(const bf16* x, std::int64_t stride, std::int64
   };
   parallel_ranges(static_cast<int>(num_threads), num_rows, 1, num_rows * width, body);
 }
+OUTRIDER_OP(argmax)
 
 }  // namespace outrider
