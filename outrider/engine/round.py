@@ -127,11 +127,13 @@ def _propose(parts: RoundParts, plan: StepPlan) -> Proposal:
     if block is None:
         nothing = (0,) * len(plan.scheduled)
         return Proposal(token_ids_SG=parts.no_drafts, block_rows=nothing, verify_lengths=nothing, proposed=NOBODY)
-    row_of = {index: row for row, index in enumerate(proposing)}
+    block_rows = [0] * len(plan.scheduled)
+    for row, index in enumerate(proposing):
+        block_rows[index] = row
     confidence = block.confidence_SG if lengths.reads_confidence else None
     return Proposal(
         token_ids_SG=block.token_ids_SG,
-        block_rows=tuple(row_of.get(index, 0) for index in range(len(plan.scheduled))),
+        block_rows=tuple(block_rows),
         verify_lengths=lengths.choose(plan.scheduled, proposing, block.token_ids_SG.shape[1], _listed(confidence)),
         proposed=frozenset(proposing),
         probs_SGV=block.probs_SGV,

@@ -1,6 +1,6 @@
 """Where a list of new tokens ends: the earliest terminator wins, nothing after it exists."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from outrider.request import FinishReason
 from outrider.scheduling.sequence import Sequence
@@ -30,27 +30,30 @@ def append_until_end(sequence: Sequence, output_token_ids: tuple[int, ...], voca
     """
     num_before = sequence.num_output_tokens
     num_left = sequence.max_new_tokens - num_before
-    ending = _end_by_ids(output_token_ids[:num_left], sequence.stop_token_ids, vocab_size)
-    token_ids, text = ending.token_ids, ""
+    token_ids = output_token_ids[:num_left]
+    ending = _end_by_ids(token_ids, sequence.stop_token_ids, vocab_size)
+    if ending is not None:
+        token_ids = ending.token_ids
+    text = ""
     if sequence.text is not None:
         text = sequence.text.push(token_ids)
         num_through_stop = sequence.text.num_tokens_through_stop
         if num_through_stop is not None:
             token_ids = token_ids[: num_through_stop - num_before]
-            ending = Cut(reason=FinishReason.STOP, stop_reason=sequence.text.matched_stop)
+            ending = Cut(token_ids=token_ids, reason=FinishReason.STOP, stop_reason=sequence.text.matched_stop)
     sequence.token_ids.extend(token_ids)
-    reason = ending.reason
-    if reason is None and len(token_ids) == num_left:
-        reason = FinishReason.LENGTH
-    return Cut(token_ids=token_ids, text=text, reason=reason, stop_reason=ending.stop_reason, error=ending.error)
+    if ending is not None:
+        return replace(ending, text=text)
+    reason = FinishReason.LENGTH if len(token_ids) == num_left else None
+    return Cut(token_ids=token_ids, text=text, reason=reason)
 
 
-def _end_by_ids(token_ids: tuple[int, ...], stop_token_ids: frozenset[int], vocab_size: int) -> Cut:
-    """The tokens before the first that ends by itself."""
+def _end_by_ids(token_ids: tuple[int, ...], stop_token_ids: frozenset[int], vocab_size: int) -> Cut | None:
+    """The tokens before the first that ends by itself; None when none does."""
     for index, token_id in enumerate(token_ids):
         if token_id >= vocab_size:
             error = "the target's logits are not finite; the cause is in its weights"
             return Cut(token_ids=token_ids[:index], reason=FinishReason.ERROR, error=error)
         if token_id in stop_token_ids:
             return Cut(token_ids=token_ids[:index], reason=FinishReason.STOP, stop_reason=token_id)
-    return Cut(token_ids=token_ids)
+    return None
