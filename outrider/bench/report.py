@@ -46,7 +46,10 @@ def cell_table(cells: Sequence[CellSummary]) -> Table:
 
 
 def round_table(cells: Sequence[CellSummary]) -> Table:
-    """Where the decode time of the speculative arm goes: ms per round and share, one column per cell."""
+    """Where the decode time of the speculative arm goes: ms per round and share, one column per cell.
+
+    Below it the part that no model takes, of both arms.
+    """
     table = Table(title="Where a speculative round's time goes: ms per round (share)", title_justify="left")
     table.add_column("part")
     arms: list[ArmSummary] = []
@@ -58,6 +61,10 @@ def round_table(cells: Sequence[CellSummary]) -> Table:
         table.add_row(part, *(_phase(arm, arm.phase_s[part]) for arm in arms))
     table.add_section()
     table.add_row("round", *(_phase(arm, sum(arm.phase_s.values())) for arm in arms))
+    table.add_row("all but propose, forward, observe", *(_number(arm.host_ms, 3) for arm in arms))
+    plain = [cell.arms["plain"] for cell in cells if {"plain", "spec"} <= cell.arms.keys()]
+    if plain:
+        table.add_row("the same of a plain round", *(_number(arm.host_ms, 3) for arm in plain))
     return table
 
 

@@ -8,7 +8,7 @@ from statistics import fmean, median
 import numpy as np
 
 from outrider.bench.loops import ends_in_loop
-from outrider.bench.records import PHASES, PassRecord, PromptRecord
+from outrider.bench.records import MODEL_PHASES, PHASES, PassRecord, PromptRecord
 
 __all__ = [
     "INTERVAL_PERCENT",
@@ -42,6 +42,7 @@ class ArmSummary:
     num_drafted: int
     num_accepted: int
     phase_s: Mapping[str, float]
+    host_ms: float  # per decode step, outside MODEL_PHASES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +83,9 @@ def summarise_arm(passes: Sequence[PassRecord]) -> ArmSummary:
     tpots_ms = [1e3 * record.tpot_s for record in records if record.tpot_s is not None]
     window_s = sum(one.window_s for one in passes)
     decode_s = sum(one.decode_s for one in passes)
+    num_decode_steps = sum(one.num_decode_steps for one in passes)
+    phase_s = {name: sum(one.phase_s.get(name, 0.0) for one in passes) for name in PHASES}
+    host_s = sum(seconds for name, seconds in phase_s.items() if name not in MODEL_PHASES)
     return ArmSummary(
         tpot_mean_ms=fmean(tpots_ms) if tpots_ms else float("nan"),
         tpot_median_ms=median(tpots_ms) if tpots_ms else float("nan"),
@@ -94,10 +98,11 @@ def summarise_arm(passes: Sequence[PassRecord]) -> ArmSummary:
         window_s=window_s,
         decode_s=decode_s,
         prefill_s=sum(one.prefill_s for one in passes),
-        num_decode_steps=sum(one.num_decode_steps for one in passes),
+        num_decode_steps=num_decode_steps,
         num_drafted=sum(record.num_drafted for record in records),
         num_accepted=sum(record.num_accepted for record in records),
-        phase_s={name: sum(one.phase_s.get(name, 0.0) for one in passes) for name in PHASES},
+        phase_s=phase_s,
+        host_ms=1e3 * _ratio(host_s, num_decode_steps),
     )
 
 

@@ -125,6 +125,12 @@ class EngineMetrics:
                 self.finished[update.finish_reason.value] += 1
 
     @property
+    def host_ms(self) -> float:
+        """Milliseconds of a round that are neither propose, forward nor observe; 0 before the first round."""
+        seconds = self.batch_s + self.accept_s + self.commit_s + self.host_s
+        return 1000 * seconds / self.num_rounds if self.num_rounds else 0.0
+
+    @property
     def accepted_length(self) -> float:
         """Mean tokens per decode span, the final token included; 0 before the first round."""
         return 1 + self.num_accepted / self.num_decode_spans if self.num_decode_spans else 0.0

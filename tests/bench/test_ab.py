@@ -9,7 +9,7 @@ import pytest
 from outrider.bench.ab import merge_passes, run_cell
 from outrider.bench.closed_loop import TokenisedPrompt, run_pass
 from outrider.bench.report import cell_table, cells_to_json, round_table, summary_line
-from outrider.bench.summary import speed_ratio
+from outrider.bench.summary import speed_ratio, summarise_arm
 from outrider.engine.metrics import EngineMetrics
 from outrider.errors import EngineFault
 from outrider.request import FinishReason, Request, RequestUpdate, RequestUsage, SamplingParams
@@ -88,6 +88,13 @@ def test_a_lone_request_splits_into_prefill_and_decode() -> None:
     assert sum(record.phase_s.values()) == record.decode_s
 
 
+def test_host_time_of_a_round_is_what_the_models_do_not_take() -> None:
+    arm = summarise_arm([pass_of(ScriptedEngine(per_round=4, round_s=0.5), concurrency=1, num_prompts=1)])
+    models_s = sum(arm.phase_s[name] for name in ("propose", "forward", "observe"))
+    assert arm.host_ms == pytest.approx(1000 * (arm.decode_s - models_s) / arm.num_decode_steps)
+    assert arm.host_ms > 0
+
+
 def test_concurrency_is_kept_and_decode_time_is_shared() -> None:
     engine = ScriptedEngine(per_round=4, round_s=0.5)
     record = pass_of(engine, concurrency=2)
@@ -149,7 +156,7 @@ def test_a_cell_has_every_field_that_outside_checks_read() -> None:
     }  # fmt: skip
     assert wanted <= cell.keys()
     for arm in ("plain", "spec"):
-        assert {"tpot_mean_ms", "tpot_median_ms", "steady_tokens_per_s"} <= cell["arms"][arm].keys()
+        assert {"tpot_mean_ms", "tpot_median_ms", "steady_tokens_per_s", "host_ms"} <= cell["arms"][arm].keys()
     assert (cell["num_prompts"], cell["num_output_tokens"]) == (4, 52)
     assert (cell["tokens_per_round"], cell["arms"]["plain"]["tokens_per_round"]) == (4.0, 1.0)
     assert (cell["identical"], cell["loop_share"]) == (True, 0.0)
@@ -165,7 +172,7 @@ def test_one_differing_token_is_reported() -> None:
 def test_tables_show_both_arms_and_every_part_of_a_round() -> None:
     cell = cell_of()
     assert cell_table([cell]).row_count == 2
-    assert round_table([cell]).row_count == 7
+    assert round_table([cell]).row_count == 9
 
 
 def test_merged_passes_add_up() -> None:
