@@ -18,7 +18,7 @@ from outrider.models.dspark.config_json import read_config as read_drafter_confi
 from outrider.models.dspark.model import DSparkModel
 from outrider.models.inspect import describe
 from outrider.models.kimi_k3.model import cache_layouts
-from outrider.models.layers import Build
+from outrider.models.layers import Build, shapes_only
 
 __all__ = ["NeededBytes", "Start", "needed_bytes", "start_once", "startup_table", "startup_to_json"]
 
@@ -125,7 +125,7 @@ def needed_bytes(model: Path, drafter: Path | None, start: Start, *, dtype: torc
     drafter_bytes = context_bytes = 0
     if drafter is not None:
         config = read_drafter_config(drafter)
-        with torch.device("meta"):
+        with shapes_only():
             drafter_bytes = DSparkModel(config).num_parameters() * dtype.itemsize
         context_bytes = start.num_cache_tokens * config.context_row_size * dtype.itemsize
     return NeededBytes(target=sum(sizes.values()), drafter=drafter_bytes, caches=caches, drafter_context=context_bytes)
