@@ -51,6 +51,7 @@ class Start:
     first_token_s: float  # from loaded to the token
     imported: Mapping[str, int]  # before loading
     running: Mapping[str, int]  # after the token
+    derived_bytes: int  # packed copies and tables that the engine made of the weights
     num_slots: int
     num_cache_tokens: int
     num_log_rows: int
@@ -92,6 +93,7 @@ def start_once(options: Mapping[str, object], vocab_size: int) -> Start:
         first_token_s=report["first_token_s"] - report["loaded_s"],
         imported=report["imported"],
         running=report["running"],
+        derived_bytes=report["derived_bytes"],
         num_slots=report["num_slots"],
         num_cache_tokens=report["num_cache_tokens"],
         num_log_rows=report["num_log_rows"],
@@ -154,6 +156,7 @@ def startup_table(starts: Sequence[Start], needed: NeededBytes) -> Table:
         "caches": needed.caches,
         "drafter context": needed.drafter_context,
         "weights and caches": needed.total,
+        "packed copies and tables": last.derived_bytes,
     }
     rows |= {f"resident after imports, {kind}": size for kind, size in last.imported.items()}
     rows |= {f"resident with the first token, {kind}": size for kind, size in last.running.items()}
@@ -175,6 +178,7 @@ def startup_to_json(starts: Sequence[Start], needed: NeededBytes) -> dict[str, o
                 "first_token_s": start.first_token_s,
                 "to_first_token_s": start.to_first_token_s,
                 "total_s": start.total_s,
+                "derived_bytes": start.derived_bytes,
                 "resident_imported": dict(start.imported),
                 "resident_running": dict(start.running),
             }
