@@ -66,7 +66,7 @@ run() {
     fi
     [ "$most" -gt "$left" ] && most=$left
     echo "gpu_check: $name ..." >&2
-    timeout "$most" "$@" >"$out/$name.log" 2>&1
+    timeout -k 5 "$most" "$@" >"$out/$name.log" 2>&1
     status=$?
     case $status in
         0) echo ok ;;
