@@ -40,6 +40,7 @@ class StepCell:
     ratio_low: float  # quartiles of the ratios of one turn each
     ratio_high: float
     verb_ms: Mapping[str, float]  # medians; "round" is the rest of the step
+    host_ms: float  # median of what is neither forward nor observe
     bytes: StepBytes
     operations: int
     distinct_experts: tuple[int, ...]  # of each sparse layer, in the step that was measured
@@ -164,6 +165,7 @@ def _cell(
         ratio_low=ratio_low,
         ratio_high=ratio_high,
         verb_ms=_verbs(steps[point]),
+        host_ms=1000 * statistics.median(_host_s(step) for step in steps[point]),
         bytes=moved,
         operations=operations,
         distinct_experts=experts,
@@ -187,6 +189,11 @@ def _verbs(steps: Sequence[TimedStep]) -> dict[str, float]:
         "round": [step.seconds - (each.total_s - each.propose_s) for step, each in zip(steps, timings, strict=True)],
     }
     return {name: 1000 * statistics.median(values) for name, values in columns.items()}
+
+
+def _host_s(step: TimedStep) -> float:
+    timings = step.result.timings
+    return step.seconds - timings.forward_s - timings.observe_s
 
 
 def _take_apart(

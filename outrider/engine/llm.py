@@ -27,6 +27,7 @@ from outrider.engine.memory import CacheReport, count_caches
 from outrider.engine.metrics import EngineMetrics
 from outrider.engine.outputs import RequestOutput, RunningSample, SampleOutput, collect_outputs
 from outrider.engine.prefill import last_logits
+from outrider.engine.resident import MemoryReport, count_memory
 from outrider.errors import RequestError, UnsupportedError, allocating
 from outrider.models.dspark.checkpoint import TargetTables
 from outrider.models.dspark.config_json import read_config
@@ -138,7 +139,9 @@ class LLM:
                 eos_token_ids=eos_token_ids,
             )
         self.caches: CacheReport = count_caches(self._target, dspark, self.config)
+        self.memory: MemoryReport = count_memory(self._target, predictor, self.caches)
         logger.info("%s", self.caches.summary())
+        logger.info("%s", self.memory.summary())
         self._ids = count()
         # Updates of live requests that their reader has not taken yet.
         self._mailbox: dict[str, list[RequestUpdate]] = {}

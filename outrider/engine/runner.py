@@ -7,6 +7,7 @@ import torch
 
 from outrider.cache.cache_set import CacheBudget, CacheSet
 from outrider.config import EngineConfig
+from outrider.engine.accept import Acceptance
 from outrider.engine.batching import PageTable
 from outrider.engine.memory import num_log_rows
 from outrider.engine.preemption import HostCopy, copy_in, copy_out
@@ -63,7 +64,13 @@ class Runner:
             drafter=drafter,
             lengths=AdaptiveLengths(config.num_draft_tokens) if config.adaptive_lengths else AllDrafts(),
             caches=self._caches,
+            acceptance=Acceptance(
+                self._caches,
+                max_sequences=config.scheduler.max_num_seqs,
+                num_draft_tokens=config.num_draft_tokens,
+            ),
             page_table=page_table,
+            no_drafts=torch.empty((1, 0), dtype=torch.int64, device=device),
             max_step_rows=config.scheduler.max_step_rows,
         )
         # Slots the drafter knows, with the pages that the page table has. A slot that faulted before its
@@ -130,7 +137,7 @@ class Runner:
         caches, drafter = self._caches, self._parts.drafter
         for item in plan.scheduled:
             slot = item.state_slot
-            if self._seated.get(slot) != item.page_ids:  # new here, or grown
+            if self._seated.get(slot) is not item.page_ids:  # new here, or grown
                 self._parts.page_table.assign(slot, item.page_ids)
             if item.is_first:
                 caches.reset((slot,))

@@ -176,13 +176,18 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next round: rows of running sequences first, then admit, then drafts, then prompt chunks."""
-        self._reserve_next_rows()
-        self._admit()
+        if self._config.oversubscribe:  # otherwise who runs has the pages of its whole life
+            self._reserve_next_rows()
+        if self._preempted or self._waiting:
+            self._admit()
         shared_prompts = self._sharing.new_copies()
-        decodes = [self._decode_span(s) for s in self._running.values() if not s.in_prompt]
-        scheduled = (*decodes, *self._prompt_chunks())
-        for item in scheduled:
-            self._running[item.request_id].on_host = False  # a resumed one is copied in by this plan
+        decodes, in_prompt = [], []
+        for sequence in self._running.values():
+            if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+                in_prompt.append(sequence)
+            else:
+                decodes.append(self._decode_span(sequence))
+        scheduled = (*decodes, *self._prompt_chunks(in_prompt)) if in_prompt else tuple(decodes)
         news = self._seats.take_news()
         plan = StepPlan(
             step_id=self._num_plans,
@@ -264,31 +269,32 @@ class Scheduler:
     def _decode_span(self, sequence: Sequence) -> ScheduledSequence:
         # More drafts than tokens that may still follow the final one could never be emitted. Nor are drafts
         # worth a seat: they take free pages, and are clipped to those.
-        num_left = sequence.max_new_tokens - sequence.num_output_tokens
-        num_drafts = self._num_draft_tokens if sequence.request.sampling.speculation else 0
-        num_known = sequence.num_computed_tokens + 1
-        num_drafts = min(num_drafts, num_left - 1)
-        num_drafts = min(num_drafts, self._seats.grow(sequence, num_known + num_drafts) - num_known)
+        request, start = sequence.request, sequence.num_computed_tokens
+        num_drafts = 0
+        if self._num_draft_tokens and request.sampling.speculation:
+            num_left = sequence.max_new_tokens - sequence.num_output_tokens
+            num_drafts = min(self._num_draft_tokens, num_left - 1)
+            if num_drafts:
+                num_drafts = min(num_drafts, self._seats.grow(sequence, start + 1 + num_drafts) - (start + 1))
+        resumed, sequence.on_host = sequence.on_host, False  # this plan copies it in
         return ScheduledSequence(
-            request_id=sequence.request.request_id,
+            request_id=request.request_id,
             state_slot=sequence.state_slot,
             page_ids=sequence.page_ids,
-            start_position=sequence.num_computed_tokens,
+            start_position=start,
             query_token_ids=(sequence.token_ids[-1],),
             draft_budget=num_drafts,
             is_prompt=False,
             wants_logits=True,
             is_first=False,
-            is_resumed=sequence.on_host,
-            choice=_choice(sequence),
+            is_resumed=resumed,
+            choice=None if sequence.takes_argmax else _choice(sequence),
         )
 
-    def _prompt_chunks(self) -> list[ScheduledSequence]:
+    def _prompt_chunks(self, in_prompt: list[Sequence]) -> list[ScheduledSequence]:
         chunks = []
         budget = self._config.max_prefill_tokens
-        for sequence in self._running.values():
-            if not sequence.in_prompt:
-                continue
+        for sequence in in_prompt:
             shared = self._sharing.start(sequence)
             if shared is None:  # an older sample computes the prompt
                 continue
@@ -299,6 +305,7 @@ class Scheduler:
             budget -= length
             sequence.num_computed_tokens = start
             is_last = start + length == sequence.num_prompt_tokens
+            resumed, sequence.on_host = sequence.on_host, False
             chunks.append(
                 ScheduledSequence(
                     request_id=sequence.request.request_id,
@@ -310,9 +317,9 @@ class Scheduler:
                     is_prompt=True,
                     wants_logits=is_last,
                     is_first=start == 0,
-                    is_resumed=sequence.on_host,
+                    is_resumed=resumed,
                     shared_prompt=shared.copy,
-                    choice=_choice(sequence) if is_last else None,
+                    choice=_choice(sequence) if is_last and not sequence.takes_argmax else None,
                 )
             )
         return chunks
@@ -380,11 +387,9 @@ class Scheduler:
         )
 
 
-def _choice(sequence: Sequence) -> SequenceChoice | None:
-    """None for what the argmax of the logits decides."""
+def _choice(sequence: Sequence) -> SequenceChoice:
+    """How the tokens of a sequence are chosen that does not just take the argmax."""
     sampling = sequence.request.sampling
-    if sampling.is_argmax and sampling.logprobs is None:
-        return None
     return SequenceChoice(
         params=sampling,
         sample_index=sequence.request.sample_index,

@@ -76,6 +76,25 @@ def test_b22_start_up_says_what_the_caches_take(
     assert (f"with {drafts} drafts" in line) == ("drafter context" in line) == (drafts > 0)
 
 
+@pytest.mark.parametrize("speculation", ["auto", "off"])
+def test_start_up_says_what_weights_take(
+    target: Path, drafter: Path, speculation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "outrider")
+    llm = load(target, drafter, speculation)
+    runner, memory = llm.engine._runner, llm.memory
+    assert isinstance(runner, Runner) and isinstance(llm._target, torch.nn.Module)
+    assert memory.target_bytes == sum(parameter.nbytes for parameter in llm._target.parameters())
+    drafter_bytes = 0
+    if speculation == "auto":
+        model = runner._parts.drafter._predictor._model  # type: ignore[attr-defined]
+        drafter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert memory.drafter_bytes == drafter_bytes
+    assert memory.cache_bytes == llm.caches.total_bytes
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("memory: ")]
+    assert line == memory.summary() and ("of the drafter" in line) == (drafter_bytes > 0)
+
+
 def test_b88_no_memory_for_the_drafter_is_a_named_error(
     target: Path, drafter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from outrider.batch import ForwardBatch, SubmittedDrafts, TokenChoices, VerifyResult
 from outrider.cache import CacheSet, LatentCache, RecurrentCache, RecurrentSnapshot
-from outrider.engine import round as engine_round
+from outrider.engine import accept as engine_accept
 from outrider.engine.batching import PageTable
 from outrider.errors import EngineFault
 from outrider.models.dspark.checkpoint import TargetTables
@@ -324,13 +324,13 @@ def commit_the_count_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
 
 def accept_one_draft_less(patch: pytest.MonkeyPatch) -> None:
     """The stream stays right; only the count tells."""
-    right = engine_round.verify
+    right = engine_accept.verify
 
     def wrong(logits: torch.Tensor, drafts: SubmittedDrafts, choices: TokenChoices | None) -> VerifyResult:
         result = right(logits, drafts, choices)
         return replace(result, num_accepted_S=(result.num_accepted_S - 1).clamp_min(0))
 
-    patch.setattr(engine_round, "verify", wrong)
+    patch.setattr(engine_accept, "verify", wrong)
 
 
 def forget_the_drafter_state_on_preemption(patch: pytest.MonkeyPatch) -> None:

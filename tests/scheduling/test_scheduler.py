@@ -32,6 +32,7 @@ class CountingText:
         self.stop = tuple(stop)
         self.text = ""
         self.matched_stop: str | None = None
+        self.num_tokens_through_stop: int | None = None
         self.num_flushes = 0
 
     @property
@@ -39,12 +40,15 @@ class CountingText:
         return self.matched_stop is not None
 
     def push(self, token_ids: Iterable[int]) -> str:
+        assert not self.stopped
         new = ""
         for token_id in token_ids:
-            assert not self.stopped
             self.text += chr(97 + token_id)
             new += chr(97 + token_id)
             self.matched_stop = next((s for s in self.stop if self.text.endswith(s)), None)
+            if self.stopped:
+                self.num_tokens_through_stop = len(self.text)
+                break
         return new
 
     def flush(self) -> str:

@@ -13,6 +13,7 @@ from outrider.errors import CheckpointError, allocating
 from outrider.models.dspark.config import DSparkConfig
 from outrider.models.dspark.config_json import read_config
 from outrider.models.dspark.model import DSparkModel
+from outrider.models.layers import allocate, shapes_only
 from outrider.models.weights import (
     Assignment,
     CheckpointReader,
@@ -52,7 +53,7 @@ def load_model(path: Path, tables: TargetTables, *, dtype: torch.dtype, device: 
         ConfigError, UnsupportedError: see ``config_json.parse_config``.
     """
     config = read_config(path)
-    with torch.device("meta"), allocating("a drafter of the sizes in its config"):
+    with shapes_only(), allocating("a drafter of the sizes in its config"):
         model = DSparkModel(config).to(dtype)
     with CheckpointReader(path) as reader:
         names = _canonical_names(reader)
@@ -60,7 +61,8 @@ def load_model(path: Path, tables: TargetTables, *, dtype: torch.dtype, device: 
         skipped = tuple(names[name] for name in dropped)
         assignments = _assignments(model, {name: raw for name, raw in names.items() if name not in dropped})
         check_names(reader, assignments, skipped)  # before memory is taken for a config that does not fit the files
-        model = model.to_empty(device=device).eval()
+        allocate(model, device)
+        model.eval()
         fill_parameters(reader, model, assignments, skipped_prefixes=skipped)
         if model.d2t is not None:
             _check_vocabulary_map(model.d2t.cpu(), config, reader, names)
