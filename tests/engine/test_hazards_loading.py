@@ -17,7 +17,8 @@ from outrider.engine.build import EngineLimits
 from outrider.engine.llm import LLM
 from outrider.engine.runner import Runner
 from outrider.errors import CapacityError, CheckpointError, TokenizerError
-from outrider.models.dspark.block import BlockPredictor, ContextCache
+from outrider.models.dspark.block import BlockPredictor
+from outrider.models.dspark.context import ContextCache
 from outrider.request import FinishReason, SamplingParams
 from outrider.testing.toy import ToyOptions, kimi_linear_toy, write_byte_tokenizer, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter

@@ -159,7 +159,7 @@ OUTRIDER_API void outrider_attend_block(
 OUTRIDER_OP(attend_block)
 
 // Normed, rotated keys and plain values of context rows into the cache [2, layers, cache rows, kv heads, width].
-// kv: [rows, layers, 2, kv heads, width]; gain: [layers, width].
+// kv: [rows, layers, 2, kv heads, width]; gain: [layers, width]. Rows for cache row -1 go nowhere.
 OUTRIDER_API void outrider_store_context(const bf16* kv, const bf16* gain, const std::int64_t* position_T,
                                          const float* cosine, const float* sine, const std::int64_t* cache_row_T,
                                          std::int64_t rows, std::int64_t layers, std::int64_t kv_heads,
@@ -170,6 +170,7 @@ OUTRIDER_API void outrider_store_context(const bf16* kv, const bf16* gain, const
   parallel_ranges(static_cast<int>(num_threads), rows, 1, rows * layers * part * 8,
                   [&](std::int64_t begin, std::int64_t end) {
                     for (std::int64_t t = begin; t < end; ++t) {
+                      if (cache_row_T[t] < 0) continue;
                       for (std::int64_t l = 0; l < layers; ++l) {
                         const bf16* source = kv + (t * layers + l) * 2 * part;
                         bf16* keys = cache + (l * cache_rows + cache_row_T[t]) * part;
