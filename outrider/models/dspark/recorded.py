@@ -55,7 +55,7 @@ class _Place:
 
 def num_stored_rows(num_rows: int) -> int:
     """Rows of the program that stores ``num_rows``: at most an eighth more, so that few programs serve all numbers."""
-    step = max(1, 1 << (num_rows.bit_length() - 4))
+    step = 1 << max(0, num_rows.bit_length() - 4)
     return -(-num_rows // step) * step
 
 
