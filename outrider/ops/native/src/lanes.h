@@ -54,14 +54,6 @@ inline void store_pairs(bf16* p, __m256i first, __m256i second) {
 }
 #endif
 
-// Rows that will be read soon, into the nearest caches.
-inline void prefetch_rows(const bf16* const* rows, int first, int last, std::int64_t width) {
-  for (int row = first; row < last; ++row) {
-    const char* begin = reinterpret_cast<const char*>(rows[row]);
-    for (std::int64_t at = 0; at < 2 * width; at += 64) _mm_prefetch(begin + at, _MM_HINT_T0);
-  }
-}
-
 // 2^t for t of at most about 0, within 5e-5 of it (Taylor, degree 4), which is a tenth of what rounding to bfloat16
 // loses; 0 below 2^-126, NaN for NaN.
 inline Vec weight_of(Vec t) {
@@ -81,6 +73,16 @@ inline Vec weight_of(Vec t) {
 struct Tile {
   const bf16 *keys[KEYS], *values[KEYS];
   int count = 0;
+
+  // Bring rows first..last - 1 nearer, which will be read soon.
+  void prefetch(int first, int last, std::int64_t width) const {
+    for (int row = first; row < last && row < count; ++row) {
+      for (std::int64_t at = 0; at < width; at += 64 / static_cast<int>(sizeof(bf16))) {
+        _mm_prefetch(reinterpret_cast<const char*>(keys[row] + at), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(values[row] + at), _MM_HINT_T0);
+      }
+    }
+  }
 };
 
 // Attention of the queries of one key head of one sequence. One per thread.
@@ -199,8 +201,7 @@ class LaneAttention {
     const bf16* queries = packed_ + block * stride_ * STEP;
     for (int first = 0; first < tile.count; first += AT_ONCE) {
       const int last = static_cast<int>(min64(first + AT_ONCE, tile.count));
-      detail::prefetch_rows(next.values, first, static_cast<int>(min64(last, next.count)), width_);
-      detail::prefetch_rows(next.keys, first, static_cast<int>(min64(last, next.count)), width_);
+      next.prefetch(first, last, width_);
       score_keys<NP, AT_ONCE>(queries, tile.keys, first, last);
     }
     Vec factors[NP * VECS];
