@@ -16,9 +16,9 @@ import torch
 from outrider.batch import ForwardBatch, TargetOutput
 from outrider.config import recorded_steps_wanted
 from outrider.models.protocol import TargetCaches
-from outrider.ops.native.arena import Arena
 from outrider.ops.native.library import Library
 from outrider.ops.native.program import NotRecordableError, Program, record
+from outrider.ops.native.scratch import Scratch
 
 __all__ = ["CallTimes", "RecordedSteps"]
 
@@ -51,7 +51,7 @@ class RecordedSteps:
 
     def __init__(self, library: Library | None) -> None:
         self._library = library if recorded_steps_wanted() else None
-        self._arena = Arena()
+        self._scratch = Scratch()
         self._era = object()  # what the model was told since the last one
         self._is_paused = False
         self._told_times: CallTimes | None = None
@@ -60,13 +60,13 @@ class RecordedSteps:
         self.num_replayed = 0  # steps that ran from a program
 
     @property
-    def arena_bytes(self) -> int:
+    def scratch_bytes(self) -> int:
         """Memory that the programs share."""
-        return self._arena.num_bytes
+        return self._scratch.num_bytes
 
     def poison(self) -> None:
         """Overwrite the memory that programs share; nothing in it matters between steps."""
-        self._arena.poison()
+        self._scratch.poison()
 
     def forget(self) -> None:
         """Record anew: weights lie elsewhere, or the forward does something else."""
@@ -126,8 +126,8 @@ class RecordedSteps:
             return (output.logits_NV,) if output.aux_hidden_TAD is None else (output.logits_NV, output.aux_hidden_TAD)
 
         try:
-            program, results = record(library, self._arena, outputs)
-            self._arena.poison()
+            program, results = record(library, self._scratch, outputs)
+            self._scratch.poison()
             if not all(map(_same_bits, program.run(), results)):
                 raise NotRecordableError("run again, the step gives other bits")
         except NotRecordableError as reason:

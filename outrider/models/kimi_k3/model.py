@@ -142,7 +142,6 @@ class KimiK3Model(nn.Module):
         """Logits ``[N, V]`` of normalised rows, compute dtype."""
         return self.linear(hidden_ND, self.lm_head)
 
-    @torch.no_grad()
     def forward(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
         """Run one flat batch (sections 2 and 4), from a recording where there is one.
 
@@ -151,6 +150,7 @@ class KimiK3Model(nn.Module):
         """
         return self.steps.run(self.run_eagerly, batch, caches)
 
+    @torch.no_grad()
     def run_eagerly(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
         """The forward, operation by operation; what it computes for a batch with a place can be recorded."""
         kernels = self.kernels

@@ -1,9 +1,9 @@
 """Memory for what recorded steps compute on the way; the programs of one owner share it.
 
-While a step is recorded, every tensor it allocates is a block of the arena, and a block is free again when the last
-tensor that looks at it is gone. Operations run in the order in which they were recorded, so a block may hold another
-tensor from there on, and the blocks of a step of few rows stay in the nearest caches. Programs never run at the same
-time and leave nothing behind but their results, which lie elsewhere; so each recording starts with the whole arena.
+While a step is recorded, every tensor it allocates is a block of scratch memory, and a block is free again when the
+last tensor that looks at it is gone. Operations run in the order in which they were recorded, so a block may hold
+another tensor from there on, and the blocks of a step of few rows stay in the nearest caches. Programs never run at the
+same time and leave nothing behind but their results, which lie elsewhere; so each recording starts with all of it.
 """
 
 import math
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Arena", "ArenaSession", "Block"]
+__all__ = ["Block", "Scratch", "ScratchSession"]
 
 ALIGNMENT = 64  # bytes: a cache line
-SLAB_BYTES = 1 << 20  # the arena grows by at least so much
+SLAB_BYTES = 1 << 20  # it grows by at least so much
 POISON = 0xFF  # as bfloat16 or float32: NaN; as int64: -1
 
 
-class Arena:
+class Scratch:
     """Slabs that only grow: about what the largest program needs at a time."""
 
     def __init__(self) -> None:
@@ -62,13 +62,13 @@ class Block:
     first_call: int  # calls that were recorded before it was handed out
 
 
-class ArenaSession:
-    """Hands out the memory of an arena for one recording."""
+class ScratchSession:
+    """Hands out scratch memory for one recording."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, scratch: Scratch) -> None:
+        self._scratch = scratch
         # Free ranges of each slab, ascending, never adjacent.
-        self._free: list[list[tuple[int, int]]] = [[(0, arena.slab(i).nbytes)] for i in range(arena.num_slabs)]
+        self._free: list[list[tuple[int, int]]] = [[(0, scratch.slab(i).nbytes)] for i in range(scratch.num_slabs)]
         self._living: dict[int, weakref.ref[Any]] = {}
         self.blocks: list[Block] = []  # in order
 
@@ -78,11 +78,11 @@ class ArenaSession:
         return len(self._living)
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, first_call: int) -> torch.Tensor:
-        """As ``torch.empty``, from the arena; ``shape`` holds at least one element."""
+        """As ``torch.empty``, from scratch memory; ``shape`` holds at least one element."""
         num_bytes = math.prod(shape) * dtype.itemsize
         room = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         index, begin = self._take(room)
-        memory = self._arena.slab(index)[begin : begin + num_bytes]
+        memory = self._scratch.slab(index)[begin : begin + num_bytes]
         address = memory.ctypes.data
         # The storage of the tensor, and of all its views, holds `memory`: it dies with the last of them.
         self._living[address] = weakref.ref(memory, lambda _: self._give_back(address, index, begin, begin + room))
@@ -96,8 +96,8 @@ class ArenaSession:
                 if end - begin >= room:
                     ranges[place : place + 1] = [(begin + room, end)] if end - begin > room else []
                     return index, begin
-        self._arena.grow(room)
-        self._free.append([(0, self._arena.slab(len(self._free)).nbytes)])
+        self._scratch.grow(room)
+        self._free.append([(0, self._scratch.slab(len(self._free)).nbytes)])
         return self._take(room)
 
     def _give_back(self, address: int, index: int, begin: int, end: int) -> None:
