@@ -44,7 +44,6 @@ class GivenDrafts:
     """A drafter that hands over the drafts it was given; it observes nothing."""
 
     aux_layer_ids: tuple[int, ...] = ()
-    max_positions: int | None = None
     aux_hidden_stream = "mixture"
 
     def __init__(self, num_draft_tokens: int) -> None:

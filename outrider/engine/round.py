@@ -120,10 +120,7 @@ def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
 def _propose(parts: RoundParts, plan: StepPlan) -> Proposal:
     """One batched proposal for every sequence that may use a draft and is let propose."""
     device, lengths = parts.page_table.device, parts.lengths
-    reach = parts.drafter.max_positions
-    proposing = [
-        i for i in lengths.proposing(plan.scheduled) if reach is None or plan.scheduled[i].start_position < reach
-    ]
+    proposing = lengths.proposing(plan.scheduled)
     block = parts.drafter.propose(_anchors(parts, [plan.scheduled[i] for i in proposing])) if proposing else None
     if block is None:
         nothing = (0,) * len(plan.scheduled)

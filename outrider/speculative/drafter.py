@@ -61,10 +61,6 @@ class Drafter(Protocol):
     def aux_hidden_stream(self) -> str:
         """Which stream to tap: "mixture" or "prefix"."""
 
-    @property
-    def max_positions(self) -> int | None:
-        """Positions that an anchor may have, counted from 0; None for any. Whoever is beyond decodes plainly."""
-
     def propose(self, anchors: Anchors) -> DraftBlock | None:
         """One block for every anchor, all in one call; None when there is nothing to verify.
 
@@ -97,7 +93,6 @@ class NullDrafter:
     num_draft_tokens = 0
     aux_layer_ids: tuple[int, ...] = ()
     aux_hidden_stream = "mixture"
-    max_positions: int | None = None
 
     def propose(self, anchors: Anchors) -> None:
         """No drafts."""
@@ -146,7 +141,6 @@ class DSparkDrafter:
         self.num_draft_tokens = predictor.num_draft_tokens
         self.aux_layer_ids = config.aux_layer_ids
         self.aux_hidden_stream = config.aux_hidden_stream.value
-        self.max_positions = config.max_positions
 
     @property
     def context_bytes_per_token(self) -> int:

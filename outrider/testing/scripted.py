@@ -28,7 +28,6 @@ class ScriptedDrafter:
     """
 
     aux_layer_ids: tuple[int, ...] = ()
-    max_positions: int | None = None
     aux_hidden_stream: AuxStream = "mixture"
 
     def __init__(self, num_draft_tokens: int, script: Script) -> None:

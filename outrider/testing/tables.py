@@ -99,7 +99,6 @@ class TableDrafter:
     """
 
     aux_layer_ids: tuple[int, ...] = ()
-    max_positions: int | None = None
     aux_hidden_stream: AuxStream = "mixture"
 
     def __init__(self, table_VV: torch.Tensor, num_draft_tokens: int) -> None:

@@ -6,14 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from outrider.batch import DraftBlock
 from outrider.engine.build import EngineLimits
 from outrider.engine.llm import LLM
 from outrider.errors import ConfigError, RequestError, UnsupportedError, UserError
 from outrider.models.dspark.block import BlockPredictor
 from outrider.models.dspark.load import load_predictor
 from outrider.request import FinishReason, SamplingParams
-from outrider.speculative.drafter import Anchors, DSparkDrafter
 from outrider.testing.toy import ToyOptions, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
@@ -56,35 +54,6 @@ def test_a_real_drafter_changes_nothing_but_the_rounds(paths: tuple[Path, Path],
     assert [o.prompt_token_ids for o in plain] == [tuple(prompt) for prompt in asked]
     assert all(o.finish_reason is FinishReason.LENGTH and len(o.token_ids) == 10 for o in plain)
     assert all(0 < (o.time_to_first_token_s or 0) <= o.total_s for o in plain)
-
-
-@pytest.mark.parametrize("speculation", ["auto", "adaptive"])
-def test_beyond_the_positions_of_the_drafter_a_request_decodes_plainly(
-    paths: tuple[Path, Path], tmp_path: Path, speculation: str
-) -> None:
-    options = ToyDrafterOptions(
-        hidden_size=64, num_target_layers=5, aux_layer_ids=(0, 2, 3), extra_config={"max_position_embeddings": 40}
-    )
-    write_toy_drafter(tmp_path, options)
-    asked = [list(range(1, 1 + length)) for length in (5, 35, 39, 40, 70)]
-    sampling = SamplingParams(max_tokens=20, ignore_eos=True)
-    plain = load(paths, "off").generate(asked, sampling)
-    llm = LLM(paths[0], tmp_path, speculation=speculation, dtype="float32", max_model_len=128)
-    assert llm.engine._runner._parts.drafter.max_positions == 40  # type: ignore[attr-defined]
-    seen, propose = [], DSparkDrafter.propose
-
-    def note(self: DSparkDrafter, anchors: Anchors) -> DraftBlock | None:
-        seen.extend(anchors.positions)
-        return propose(self, anchors)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DSparkDrafter, "propose", note)
-        outputs = llm.generate(asked, sampling)
-    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
-    assert seen and max(seen) < 40
-    assert [o.usage.num_drafted > 0 for o in outputs][3:] == [False, False]
-    if speculation == "auto":
-        assert [o.usage.num_drafted > 0 for o in outputs][:3] == [True] * 3 and 39 in seen
 
 
 def test_the_drafter_computes_only_the_drafts_asked_for(

@@ -142,7 +142,6 @@ class DSparkConfig:
     markov_rank: int  # 0 without a Markov head
     confidence: ConfidenceConfig | None
     layer_masks: tuple[DraftLayerMask, ...]
-    max_positions: int | None  # context tokens it was made for; None where the config does not say
 
     def __post_init__(self) -> None:
         _check_geometry(self)

@@ -102,7 +102,6 @@ def parse_config(config: Mapping[str, Any]) -> DSparkConfig:
         markov_rank=markov_rank,
         confidence=_confidence(keys),
         layer_masks=_layer_masks(keys, body, speculators),
-        max_positions=_max_positions(body),
     )
 
 
@@ -319,13 +318,6 @@ def _rope(body: _Keys) -> RopeConfig:
     if kind != "yarn":
         raise UnsupportedError(f"drafter rope type {kind!r} is not offered; default and yarn are")
     return RopeConfig(theta=theta, yarn=_yarn(rope, body))
-
-
-def _max_positions(body: _Keys) -> int | None:
-    longest = body.integer("max_position_embeddings", 0)
-    if longest < 0:
-        raise ConfigError(f"drafter max_position_embeddings={longest} is negative; leave it out if it has no limit")
-    return longest or None
 
 
 def _yarn(rope: _Keys, body: _Keys) -> YarnConfig:
