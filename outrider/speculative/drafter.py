@@ -127,15 +127,16 @@ class DSparkDrafter:
     Args:
         predictor: the model prepared for inference.
         num_cache_rows: rows of the target's paged cache, num_pages * page_size.
+        num_slots: state slots that there will be; more are made room for when they are used.
     """
 
-    def __init__(self, predictor: BlockPredictor, *, num_cache_rows: int) -> None:
+    def __init__(self, predictor: BlockPredictor, *, num_cache_rows: int, num_slots: int = 1) -> None:
         config = predictor.config
         self._predictor = predictor
         self._context = predictor.allocate_context(num_cache_rows)
         self._blocks = RecordedBlocks(predictor, self._context)
         self._num_waiting = max(NUM_WAITING, 1 + predictor.num_draft_tokens)
-        self._ring_BRW = predictor.context.allocate_rings(0, self._num_waiting)
+        self._ring_BRW = predictor.context.allocate_rings(num_slots, self._num_waiting)
         self._observed: dict[int, int] = {}  # slot -> context tokens taken in
         self._stored: dict[int, int] = {}  # slot -> those of them whose keys and values are in the cache
         self.num_draft_tokens = predictor.num_draft_tokens
@@ -146,6 +147,11 @@ class DSparkDrafter:
     def context_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one context token, all draft layers."""
         return self._context.rows_2LRJK[:, :, 0].nbytes
+
+    @property
+    def waiting_bytes_per_slot(self) -> int:
+        """Bytes of the taps of one sequence that may wait."""
+        return self._ring_BRW[0].nbytes
 
     def observed_tokens(self, slot: int) -> int:
         """Context tokens of the sequence in ``slot``."""
