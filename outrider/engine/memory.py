@@ -54,8 +54,8 @@ class CacheReport:
         return (
             f"caches {size(self.total_bytes)}: {self.num_seqs} seats of {size(self.state_bytes)} KDA states and "
             f"{size(self.window_bytes)} conv windows{waiting}, {self.num_cache_tokens:,} tokens of "
-            f"{self.latent_bytes:,} B of latents{context}, {self.num_log_rows} log rows of {size(self.log_row_bytes)}; a request of "
-            f"{longest:,} tokens takes {request}"
+            f"{self.latent_bytes:,} B of latents{context}, {self.num_log_rows} log rows of "
+            f"{size(self.log_row_bytes)}; a request of {longest:,} tokens takes {request}"
         )
 
 

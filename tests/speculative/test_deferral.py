@@ -215,7 +215,7 @@ def test_waiting_changes_no_bit(predictor, monkeypatch, num_waiting, seed):
     for _ in range(140):
         action = world.dice.choices(("start", "step", "propose", "move", "end"), (3, 8, 6, 2, 1))[0]
         getattr(world, action)()
-        recorded._blocks._arena.poison()
+        recorded._blocks._scratch.poison()
         waited = max(waited, *(eager.observed_tokens(s.slot) - eager.stored_tokens(s.slot) for s in world.live), 0)
     assert 4 < waited <= num_waiting and min(world.seen.values()) > 1, world.seen
     for s in world.live:

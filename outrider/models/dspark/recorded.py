@@ -17,7 +17,7 @@ from outrider.batch import DraftBlock
 from outrider.config import recorded_steps_wanted
 from outrider.models.dspark.block import BlockAnchors, BlockPredictor
 from outrider.models.dspark.context import ContextCache
-from outrider.ops.native.arena import Arena
+from outrider.ops.native.scratch import Scratch
 from outrider.ops.native.library import library_for
 from outrider.ops.native.program import NotRecordableError, Program, record
 
@@ -72,7 +72,7 @@ class RecordedBlocks:
         rows_2LRJK = cache.rows_2LRJK
         library = library_for(rows_2LRJK.dtype, rows_2LRJK.device)
         self._library = library if recorded_steps_wanted() and predictor.context.takes_spare_rows else None
-        self._arena = Arena()
+        self._scratch = Scratch()
         self._places: dict[int, _Place] = {}
         self._recorded_under: object = None
         self.refusal: str | None = None  # why proposals of this drafter are not recorded
@@ -165,8 +165,8 @@ class RecordedBlocks:
         if place.num_runs[key] < FIRST_RECORDED_RUN or self.refusal is not None or self._library is None:
             return function()
         try:
-            program, results = record(self._library, self._arena, function)
-            self._arena.poison()
+            program, results = record(self._library, self._scratch, function)
+            self._scratch.poison()
             # Nothing that a proposal writes is read by it, so run again it is the same.
             if not all(map(torch.equal, program.run(), results)):
                 raise NotRecordableError("run again, the proposal is another")
