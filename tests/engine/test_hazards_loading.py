@@ -77,7 +77,8 @@ def test_b22_start_up_says_what_the_caches_take(
     )
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("caches ")]
     assert line == report.summary()
-    assert "3 seats of 6.144 kB KDA states and 3.456 kB conv windows, 192 tokens of 160 B of latents" in line
+    taps = ", 32.768 kB of waiting taps" if drafts else ""
+    assert f"3 seats of 6.144 kB KDA states and 3.456 kB conv windows{taps}, 192 tokens of 160 B of latents" in line
     assert (f"with {drafts} drafts" in line) == ("drafter context" in line) == (drafts > 0)
 
 

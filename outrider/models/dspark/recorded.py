@@ -17,9 +17,9 @@ from outrider.batch import DraftBlock
 from outrider.config import recorded_steps_wanted
 from outrider.models.dspark.block import BlockAnchors, BlockPredictor
 from outrider.models.dspark.context import ContextCache
-from outrider.ops.native.scratch import Scratch
 from outrider.ops.native.library import library_for
 from outrider.ops.native.program import NotRecordableError, Program, record
+from outrider.ops.native.scratch import Scratch
 
 __all__ = ["RecordedBlocks", "WaitingSpans", "num_stored_rows"]
 
