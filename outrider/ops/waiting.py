@@ -2,7 +2,7 @@
 
 The row of position p lies at ``p % R`` of its slot's ring. Copies only: every form gives the same bits.
 
-Dims: T rows, W values of a row, B slots, R rows of a ring, S spans, P pages.
+Dims: T rows, A taps of D values each, W = A D values of a row, B slots, R rows of a ring, S spans, P pages.
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ class KeptSpans:
 class KeepRows(Protocol):
     """A form of ``keep_rows``."""
 
-    def __call__(self, taps_TW: torch.Tensor, spans: KeptSpans, ring_BRW: torch.Tensor) -> None:
+    def __call__(self, taps_TAD: torch.Tensor, spans: KeptSpans, ring_BRW: torch.Tensor) -> None:
         """See ``keep_rows``."""
         ...
 
@@ -50,14 +50,14 @@ class TakeRows(Protocol):
         ...
 
 
-def keep_rows(taps_TW: torch.Tensor, spans: KeptSpans, ring_BRW: torch.Tensor) -> None:
+def keep_rows(taps_TAD: torch.Tensor, spans: KeptSpans, ring_BRW: torch.Tensor) -> None:
     """Copy rows of a batch to where they wait."""
     num_ring_rows, device = ring_BRW.shape[1], ring_BRW.device
     columns = list(zip(spans.slots, spans.begins, spans.starts, spans.counts, strict=True))
     source = chain.from_iterable(range(begin, begin + count) for _, begin, _, count in columns)
     target = (slot * num_ring_rows + (start + i) % num_ring_rows for slot, _, start, n in columns for i in range(n))
     source_T, target_T = (torch.tensor(list(rows), dtype=torch.int64, device=device) for rows in (source, target))
-    ring_BRW.flatten(0, 1).index_copy_(0, target_T, taps_TW.index_select(0, source_T))
+    ring_BRW.flatten(0, 1).index_copy_(0, target_T, taps_TAD.flatten(1).index_select(0, source_T))
 
 
 def take_rows(

@@ -10,7 +10,7 @@ L draft layers, R cache rows, J key/value heads, K head width.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -238,7 +238,6 @@ class DSparkDrafter:
             self._stored[slot] = position
         return block
 
-    @torch.inference_mode()
     def observe(self, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
         """Let the tap rows of committed tokens wait; a span that its ring has no room for is stored at once.
 
@@ -247,30 +246,34 @@ class DSparkDrafter:
         Raises:
             EngineFault: the target captured no taps, or a span does not continue its slot's context.
         """
-        slots = (*spans.step_slots, *spans.chunk_slots)
+        slots = spans.step_slots + spans.chunk_slots
         if not slots:
             return
-        starts = (*batch.step.starts, *batch.chunk.starts)
-        counts = (*spans.step_committed, *batch.chunk.lengths)
-        for slot, start in zip(slots, starts, strict=True):
-            self._check_continues(slot, start, "span")
-        for count, length in zip(spans.step_committed, batch.step.lengths, strict=True):
+        starts = batch.step.starts + batch.chunk.starts
+        counts = spans.step_committed + batch.chunk.lengths
+        # This runs in every round, also where nobody drafts: one pass, and no object per span.
+        begins, full, begin = [], [], 0
+        for index, length in enumerate(batch.step.lengths + batch.chunk.lengths):
+            slot, start, count = slots[index], starts[index], counts[index]
+            if self._observed.get(slot) != start:
+                self._check_continues(slot, start, "span")
             if not 0 <= count <= length:
                 raise EngineFault(f"{count} committed rows of a span of {length}")
+            if start + count - self._stored[slot] > self._num_waiting:
+                full.append(index)
+            begins.append(begin)  # rows of step spans come first
+            begin += length
         if output.aux_hidden_TAD is None:
             raise EngineFault(f"the target captured no taps; set_aux_layers({self.aux_layer_ids}) first")
-        lengths = (*batch.step.lengths, *batch.chunk.lengths)
-        begins = (0, *accumulate(lengths[:-1]))  # rows of step spans come first
-        ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        full = [i for i, slot in enumerate(slots) if ends[i] - self._stored[slot] > self._num_waiting]
         kept = KeptSpans(slots=slots, begins=begins, starts=starts, counts=counts)
         if full:
             kept = self._store_full(batch, output.aux_hidden_TAD, kept, full)
         if kept.slots:
             self._predictor.context.keep_waiting(self._ring_BRW, output.aux_hidden_TAD, kept)
-        for slot, end in zip(slots, ends, strict=True):
-            self._observed[slot] = end
+        for slot, start, count in zip(slots, starts, counts, strict=True):
+            self._observed[slot] = start + count
 
+    @torch.inference_mode()
     def _store_full(
         self, batch: ForwardBatch, aux_hidden_TAD: torch.Tensor, spans: KeptSpans, full: list[int]
     ) -> KeptSpans:

@@ -122,12 +122,13 @@ class ContextProjection:
 
     def keep_waiting(self, ring_BRW: torch.Tensor, aux_hidden_TAD: torch.Tensor, spans: KeptSpans) -> None:
         """Let tap rows of a batch wait in the rings of their slots."""
-        self._block_kernels.waiting.keep(aux_hidden_TAD.flatten(1), spans, ring_BRW)
+        self._block_kernels.waiting.keep(aux_hidden_TAD, spans, ring_BRW)
 
     def allocate_rings(self, num_slots: int, num_rows: int) -> torch.Tensor:
         """Rings ``[B, R, W]`` for tap rows that wait."""
         width = len(self.config.aux_layer_ids) * self.config.target_hidden_size
-        return torch.zeros((num_slots, num_rows, width), dtype=self.kv_OD.dtype, device=self.kv_OD.device)
+        with torch.inference_mode(False):  # rows are copied to them in either mode
+            return torch.zeros((num_slots, num_rows, width), dtype=self.kv_OD.dtype, device=self.kv_OD.device)
 
     def as_taps(self, taps_TW: torch.Tensor) -> torch.Tensor:
         """Rows of a ring as taps ``[T, A, D]``."""

@@ -16,12 +16,12 @@ def native_waiting(library: Library) -> WaitingForm:
     keep = library.function("keep_rows", [POINTER, POINTER, INT, POINTER, INT, INT])
     take = library.function("take_rows", [POINTER, INT, INT, POINTER, INT, POINTER, INT, INT, INT, *(POINTER,) * 3])
 
-    def keep_rows(taps_TW: torch.Tensor, spans: KeptSpans, ring_BRW: torch.Tensor) -> None:
+    def keep_rows(taps_TAD: torch.Tensor, spans: KeptSpans, ring_BRW: torch.Tensor) -> None:
         _, num_ring_rows, width = ring_BRW.shape
-        assert taps_TW.is_contiguous() and taps_TW.shape[1] == width and ring_BRW.is_contiguous()
+        assert taps_TAD.is_contiguous() and taps_TAD.stride(0) == width
         columns = array("q", chain(spans.slots, spans.begins, spans.starts, spans.counts))
         keep(
-            taps_TW.data_ptr(), columns.buffer_info()[0], len(spans.slots), ring_BRW.data_ptr(), num_ring_rows, width
+            taps_TAD.data_ptr(), columns.buffer_info()[0], len(spans.slots), ring_BRW.data_ptr(), num_ring_rows, width
         )  # fmt: skip
 
     def take_rows(
