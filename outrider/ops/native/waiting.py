@@ -18,7 +18,7 @@ def native_waiting(library: Library) -> WaitingForm:
 
     def keep_rows(taps_TAD: torch.Tensor, spans: KeptSpans, ring_BRW: torch.Tensor) -> None:
         _, num_ring_rows, width = ring_BRW.shape
-        assert taps_TAD.is_contiguous() and taps_TAD.stride(0) == width
+        assert taps_TAD.is_contiguous() and taps_TAD.shape[1] * taps_TAD.shape[2] == width
         columns = array("q", chain(spans.slots, spans.begins, spans.starts, spans.counts))
         keep(
             taps_TAD.data_ptr(), columns.buffer_info()[0], len(spans.slots), ring_BRW.data_ptr(), num_ring_rows, width
