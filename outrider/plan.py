@@ -120,4 +120,5 @@ class StepResult:
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
     num_steps: int = 1  # target steps
     num_rows: int = 0  # rows of all target steps
+    num_proposed: int = 0  # sequences that the drafter proposed for, verified or not
     timings: RoundTimings = field(default_factory=RoundTimings)
