@@ -127,16 +127,15 @@ class DSparkDrafter:
     Args:
         predictor: the model prepared for inference.
         num_cache_rows: rows of the target's paged cache, num_pages * page_size.
-        num_slots: state slots that there will be; more are made room for when they are used.
     """
 
-    def __init__(self, predictor: BlockPredictor, *, num_cache_rows: int, num_slots: int = 1) -> None:
+    def __init__(self, predictor: BlockPredictor, *, num_cache_rows: int) -> None:
         config = predictor.config
         self._predictor = predictor
         self._context = predictor.allocate_context(num_cache_rows)
         self._blocks = RecordedBlocks(predictor, self._context)
         self._num_waiting = max(NUM_WAITING, 1 + predictor.num_draft_tokens)
-        self._ring_BRW = predictor.context.allocate_rings(num_slots, self._num_waiting)
+        self._ring_BRW = predictor.context.allocate_rings(1, self._num_waiting)
         self._observed: dict[int, int] = {}  # slot -> context tokens taken in
         self._stored: dict[int, int] = {}  # slot -> those of them whose keys and values are in the cache
         self.num_draft_tokens = predictor.num_draft_tokens
@@ -164,17 +163,22 @@ class DSparkDrafter:
         self.observed_tokens(slot)
         return self._stored[slot]
 
+    def reserve(self, num_slots: int) -> None:
+        """Make room for the taps of so many slots; otherwise that is done when slots are used."""
+        before_BRW = self._ring_BRW
+        if num_slots > before_BRW.shape[0]:
+            self._ring_BRW = self._predictor.context.allocate_rings(num_slots, self._num_waiting)
+            self._ring_BRW[: before_BRW.shape[0]] = before_BRW
+
     def reset(self, slots: Sequence[int]) -> None:
         """See Drafter; a slot that still holds a sequence is an engine fault."""
         for slot in slots:
             if slot in self._observed:
                 raise EngineFault(f"drafter slot {slot} is reset while it holds a sequence; release it")
             self._observed[slot] = self._stored[slot] = 0
-        num_slots = self._ring_BRW.shape[0]
-        if slots and max(slots) >= num_slots:
-            rings_BRW = self._predictor.context.allocate_rings(max(2 * num_slots, 1 + max(slots)), self._num_waiting)
-            rings_BRW[:num_slots] = self._ring_BRW
-            self._ring_BRW = rings_BRW
+        num_slots = 1 + max(slots, default=-1)
+        if num_slots > self._ring_BRW.shape[0]:
+            self.reserve(max(2 * self._ring_BRW.shape[0], num_slots))
 
     def release(self, slots: Sequence[int]) -> None:
         """See Drafter. Cached rows stay; the length gates every read of them. Waiting rows are dropped."""
