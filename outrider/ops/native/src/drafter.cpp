@@ -107,7 +107,7 @@ void attend_group(const Block& block, const Mask& mask, const Rotation& rotation
   Tile tiles[2];
   std::int64_t first = mask.begin(num_context, 0) / KEYS * KEYS;
   tile_at(first, tiles[0]);
-  tiles[0].prefetch(0, tiles[0].count, width);  // while queries and the block's keys are made
+  tiles[0].prefetch_keys(0, KEYS, width);  // while queries and the block's keys are made
   attention.start(num_queries, width);
   for (std::int64_t q = 0; q < num_queries; ++q) {
     std::int64_t g = q / group, head = kv_head * group + q % group;
