@@ -130,6 +130,8 @@ class LLM:
         num_cache_rows = self.config.cache.num_pages * self.config.cache.page_size
         with allocating(f"the caches of {max_num_seqs} sequences and {num_cache_rows} tokens"):
             dspark = drafter_type(predictor, num_cache_rows=num_cache_rows) if predictor else None
+            if dspark is not None:
+                dspark.reserve(max_num_seqs)
             self.engine: Engine = build_engine(
                 self._target,
                 dspark,

@@ -17,7 +17,8 @@ from outrider.engine.build import EngineLimits
 from outrider.engine.llm import LLM
 from outrider.engine.runner import Runner
 from outrider.errors import CapacityError, CheckpointError, TokenizerError
-from outrider.models.dspark.block import BlockPredictor, ContextCache
+from outrider.models.dspark.block import BlockPredictor
+from outrider.models.dspark.context import ContextCache
 from outrider.request import FinishReason, SamplingParams
 from outrider.testing.toy import ToyOptions, kimi_linear_toy, write_byte_tokenizer, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
@@ -62,17 +63,22 @@ def test_b22_start_up_says_what_the_caches_take(
     assert isinstance(runner, Runner)
     held = runner.caches.num_bytes
     if drafts:
-        held += runner._parts.drafter._context.rows_2LRJK.nbytes  # type: ignore[attr-defined]
+        inner = runner._parts.drafter
+        held += inner._context.rows_2LRJK.nbytes + inner._ring_BRW.nbytes  # type: ignore[attr-defined]
     assert report.total_bytes == held
     # Two KDA layers of 3 heads of 16 in float32, and 3 carried inputs of 3 x 48 channels; one MLA layer of 32 + 8.
     state, window, log_row = 2 * 3 * 16 * 16 * 4, 2 * 3 * 144 * 4, 2 * (3 * 48 * 4 + 144 * 4)
     latents, context = 40 * 4, 2 * 2 * 2 * 8 * 4
     assert report.request_bytes(10, speculation=False) == state + window + log_row + 10 * latents
     with_drafts = report.request_bytes(10, speculation=True)
-    assert with_drafts == state + window + (1 + drafts) * log_row + 10 * (latents + (context if drafts else 0))
+    waiting = 64 * 2 * 64 * 4 if drafts else 0  # two taps of 64 channels for each of 64 tokens
+    assert with_drafts == state + window + waiting + (1 + drafts) * log_row + 10 * (
+        latents + (context if drafts else 0)
+    )
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("caches ")]
     assert line == report.summary()
-    assert "3 seats of 6.144 kB KDA states and 3.456 kB conv windows, 192 tokens of 160 B of latents" in line
+    taps = ", 32.768 kB of waiting taps" if drafts else ""
+    assert f"3 seats of 6.144 kB KDA states and 3.456 kB conv windows{taps}, 192 tokens of 160 B of latents" in line
     assert (f"with {drafts} drafts" in line) == ("drafter context" in line) == (drafts > 0)
 
 
