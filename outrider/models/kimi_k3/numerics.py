@@ -23,6 +23,7 @@ from outrider.ops.activation import Activation
 from outrider.ops.attention import mla_absorbed
 from outrider.ops.invariant import ROW_TILE, island_dtype
 from outrider.ops.moe import routed_experts_loop
+from outrider.ops.native.arena import Arena
 from outrider.ops.native.library import Library, library_for
 from outrider.ops.native.mla import NativeMla, absorb_into_panels
 from outrider.ops.native.moe import RoutedExperts
@@ -141,7 +142,7 @@ def _with_moe_kernels(
 ) -> Kernels:
     if (native := library_for(dtype, device)) is not None:
         holds = geometries[_routed_sizes(config, moe).name] == native.geometry
-        return replace(chosen, routed=partial(RoutedExperts, native)) if holds else chosen
+        return replace(chosen, routed=partial(RoutedExperts, native, arena=Arena())) if holds else chosen
     router_shape = (moe.num_experts, config.hidden_size)
     chosen = replace(chosen, router=chosen_linear(ROUTER, [router_shape], island_dtype(dtype), device, geometries))
     geometry = geometries[experts_name(moe.latent_size or config.hidden_size, moe.intermediate_size)]

@@ -121,11 +121,6 @@ inline void store_up_to(T* p, Vec a, int n) {
 
 inline int lanes_from(std::int64_t c, std::int64_t width) { return static_cast<int>(min64(W, width - c)); }
 
-// Towards the cache that holds what is needed soon but does not fit the nearest one.
-inline void prefetch(const void* data, std::int64_t bytes) {
-  for (std::int64_t i = 0; i < bytes; i += 64) _mm_prefetch(static_cast<const char*>(data) + i, _MM_HINT_T1);
-}
-
 // One head of one sequence. Arrays of rows are padded to whole vectors.
 struct Head {
   const Layer& layer;
