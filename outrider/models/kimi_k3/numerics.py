@@ -33,6 +33,7 @@ from outrider.ops.probe_mixers import (
     absorbed_check,
     absorbed_name,
     expanded_check,
+    expanded_name,
     query_tile_named,
 )
 from outrider.ops.probe_ops import (
@@ -92,7 +93,7 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
         sizes = _mla_sizes(config)
         checks += [
             absorbed_check(sizes, dtype, device, library_for(dtype, device)),
-            expanded_check(sizes, dtype, device),
+            expanded_check(sizes, dtype, device, library_for(dtype, device)),
         ]
         if config.mla.output_gate:
             checks.append(sigmoid_gate_check(sizes.num_heads * sizes.value_dim, dtype, device))
@@ -118,7 +119,7 @@ def _kernels(
     if config.moe is not None:
         chosen = _with_moe_kernels(chosen, config, config.moe, dtype, device, geometries)
     if config.mla_layers:
-        chosen = _with_absorbed(chosen, geometries[absorbed_name(_mla_sizes(config))], library_for(dtype, device))
+        chosen = _with_attention(chosen, _mla_sizes(config), geometries, library_for(dtype, device))
     if config.kda_layers:
         chosen = replace(chosen, kda=chosen_kda(config, dtype, device, geometries))
     return with_native_rows(
@@ -160,11 +161,20 @@ def _routed_sizes(config: KimiK3Config, moe: MoeConfig) -> RoutedSizes:
     )
 
 
-def _with_absorbed(kernels: Kernels, geometry: str, native: Library | None) -> Kernels:
-    """Attention of decode and verify rows as its check found it."""
+def _with_attention(
+    kernels: Kernels, sizes: MlaSizes, geometries: Mapping[str, str], native: Library | None
+) -> Kernels:
+    """Attention as its checks found it."""
+    geometry = geometries[absorbed_name(sizes)]
     if native is not None and geometry == native.geometry:
         mla = NativeMla(native)
-        return replace(kernels, absorbed=mla.absorbed, absorb=absorb_into_panels, append_latents=mla.append_latents)
+        kernels = replace(
+            kernels,
+            absorbed=mla.absorbed,
+            absorb=partial(absorb_into_panels, arena=Arena()),
+            append_latents=mla.append_latents,
+        )
+        return replace(kernels, expanded=None) if geometries[expanded_name(sizes)] == native.geometry else kernels
     row_tile = query_tile_named(geometry)
     return kernels if row_tile == ROW_TILE else replace(kernels, absorbed=partial(mla_absorbed, row_tile=row_tile))
 
