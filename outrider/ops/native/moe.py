@@ -170,12 +170,17 @@ def _kept(arena: Arena, tensor: torch.Tensor) -> torch.Tensor:
 
 def _stacked(arena: Arena, experts: Experts) -> torch.Tensor:
     """The bytes of every expert, ``[E, B]``; converted one at a time, so that no second copy of all is made."""
-    expert_bytes = _packed_expert if isinstance(experts, PackedExperts) else _unpacked_expert
-    first_B = expert_bytes(experts, 0)
+    first_B = _expert_bytes(experts, 0)
     stack_EB = arena.empty((experts.num_experts, first_B.shape[0]), torch.uint8)
     for index in range(experts.num_experts):
-        stack_EB[index] = expert_bytes(experts, index) if index else first_B
+        stack_EB[index] = _expert_bytes(experts, index) if index else first_B
     return stack_EB
+
+
+def _expert_bytes(experts: Experts, index: int) -> torch.Tensor:
+    if isinstance(experts, PackedExperts):
+        return _packed_expert(experts, index)
+    return _unpacked_expert(experts, index)
 
 
 def _packed_expert(experts: PackedExperts, index: int) -> torch.Tensor:

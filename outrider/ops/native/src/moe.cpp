@@ -582,7 +582,7 @@ void grouped_product(const Matrix<Source>& matrix, const Matrix<Source>* next, c
         next->fetch(grouping.touched[task / next->strips()], task % next->strips());
       }
     };
-    if (next != nullptr)  // else the product before has fetched them
+    if (next != nullptr || end - begin < num_tasks)  // else the product before has fetched them
       for (std::int64_t task = begin; task < begin + ahead; ++task) fetch(task);
     for (std::int64_t task = begin; task < end; ++task) {
       fetch(task + ahead);
