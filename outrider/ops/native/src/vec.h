@@ -203,7 +203,7 @@ inline float reduce_max(Vec a) {
 // exp(x), about 1 ulp; 0 below -104, infinity above 88.8, NaN for NaN.
 // x = n ln 2 + r with |r| <= ln 2 / 2; Cephes' polynomial (Moshier, expf) for exp(r), then 2^n.
 inline Vec exp(Vec x) {
-  Vec bounded = min(max(x, splat(-104.0f)), splat(89.0f));
+  Vec bounded = min(splat(89.0f), max(splat(-104.0f), x));  // this way round a NaN stays one
   Vec n = round_even(bounded * splat(1.44269504088896341f));
   Vec r = fnma(n, splat(0.693359375f), bounded);
   r = fnma(n, splat(-2.12194440e-4f), r);
@@ -214,7 +214,7 @@ inline Vec exp(Vec x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r + splat(1.0f));
-  return where_nan(x, x, scale_by_power(p, n));
+  return scale_by_power(p, n);
 }
 
 // 1 / (1 + exp(-x))
