@@ -7,9 +7,11 @@ import torch
 from outrider.config import CacheConfig, EngineConfig, SchedulerConfig, check_positive
 from outrider.engine.engine import Engine
 from outrider.engine.runner import Runner
+from outrider.engine.watch import RoundWatch
 from outrider.models.protocol import TargetModel
 from outrider.scheduling.admission import num_pages_for
 from outrider.scheduling.scheduler import Scheduler
+from outrider.speculative.calibration import Calibration
 from outrider.speculative.drafter import Drafter, NullDrafter
 from outrider.tokenizer import Tokenizer
 
@@ -87,9 +89,11 @@ def build_engine(
     device: torch.device,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] = frozenset(),
+    calibration: Calibration | None = None,
+    watch: RoundWatch | None = None,
 ) -> Engine:
     """An engine around loaded models; ``drafter=None`` decodes plainly."""
-    runner = Runner(target, drafter or NullDrafter(), config, device)
+    runner = Runner(target, drafter or NullDrafter(), config, device, calibration=calibration, watch=watch)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
@@ -97,4 +101,4 @@ def build_engine(
         eos_token_ids=eos_token_ids,
         vocab_size=target.vocab_size,
     )
-    return Engine(runner, scheduler, vocab_size=target.vocab_size, tokenizer=tokenizer)
+    return Engine(runner, scheduler, vocab_size=target.vocab_size, tokenizer=tokenizer, watch=watch)

@@ -18,6 +18,7 @@ from outrider.engine.build import EngineLimits, build_engine, resolve_config
 from outrider.engine.engine import Engine
 from outrider.engine.load import (
     check_drafter_vocabulary,
+    load_drafter_calibration,
     load_vocabulary,
     resolve_device,
     resolve_dtype,
@@ -27,6 +28,7 @@ from outrider.engine.memory import CacheReport, count_caches
 from outrider.engine.metrics import EngineMetrics
 from outrider.engine.outputs import RequestOutput, RunningSample, SampleOutput, collect_outputs
 from outrider.engine.prefill import last_logits
+from outrider.engine.watch import RoundWatch
 from outrider.errors import RequestError, UnsupportedError, allocating
 from outrider.models.dspark.checkpoint import TargetTables
 from outrider.models.dspark.config_json import read_config
@@ -63,6 +65,7 @@ class LLM:
         probe: start-up probe of exact numerics: "auto" takes the outcome of an earlier start on this machine,
             "force" probes anyway, "skip" never does.
         progress: called while the target loads, with (bytes done, bytes in total).
+        watch: is shown every finished round, with the confidence of its drafts.
 
     Raises:
         UserError: a checkpoint or a value cannot be used; the message names it.
@@ -83,6 +86,7 @@ class LLM:
         numerics: NumericsMode = "exact",
         probe: ProbeMode = "auto",
         progress: Callable[[int, int], None] | None = None,
+        watch: RoundWatch | None = None,
     ) -> None:
         model_path = Path(model_path)
         self._device = resolve_device(device)
@@ -98,7 +102,7 @@ class LLM:
             numerics=choice,
             progress=progress,
         )
-        predictor = None
+        predictor, calibration = None, None
         if drafter is not None and speculation not in ("off", 0):
             tables = TargetTables(embedding_VD=self._target.embedding, head_VD=self._target.lm_head)
             drafter_config = read_config(Path(drafter))
@@ -109,9 +113,11 @@ class LLM:
                 tables,
                 max_context=self.max_model_len,
                 num_draft_tokens=resolve_num_draft_tokens(speculation, drafter_config.num_draft_tokens),
-                with_confidence=speculation == "adaptive" and drafter_config.confidence is not None,
+                with_confidence=(speculation == "adaptive" or watch is not None)
+                and drafter_config.confidence is not None,
                 numerics=choice,
             )
+            calibration = load_drafter_calibration(Path(drafter))
         self.numerics: NumericsReport = (
             joined_report(self._target.numerics, predictor.numerics) if predictor else self._target.numerics
         )
@@ -134,6 +140,8 @@ class LLM:
                 device=self._device,
                 tokenizer=self.tokenizer,
                 eos_token_ids=eos_token_ids,
+                calibration=calibration,
+                watch=watch,
             )
         self.caches: CacheReport = count_caches(self._target, dspark, self.config)
         logger.info("%s", self.caches.summary())

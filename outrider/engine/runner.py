@@ -11,12 +11,14 @@ from outrider.engine.batching import PageTable
 from outrider.engine.memory import num_log_rows
 from outrider.engine.preemption import HostCopy, copy_in, copy_out
 from outrider.engine.round import RoundParts, run_round
+from outrider.engine.watch import RoundWatch
 from outrider.errors import ConfigError
 from outrider.models.protocol import AuxStream, TargetModel
 from outrider.plan import StepPlan, StepResult
 from outrider.scheduling.admission import num_pages_for
+from outrider.speculative.calibration import Calibration
 from outrider.speculative.drafter import Drafter
-from outrider.speculative.lengths import AdaptiveLengths, AllDrafts
+from outrider.speculative.lengths import AdaptiveLengths, AllDrafts, LengthPolicy
 from outrider.trace import trace_range
 
 __all__ = ["Runner"]
@@ -30,12 +32,23 @@ class Runner:
         drafter: proposes; NullDrafter for plain decoding.
         config: budgets.
         device: where the caches are allocated.
+        calibration: what the drafter's confidence is worth.
+        watch: is shown every round.
 
     Raises:
         ConfigError: more drafts per round are asked for than the drafter proposes.
     """
 
-    def __init__(self, target: TargetModel, drafter: Drafter, config: EngineConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        config: EngineConfig,
+        device: torch.device,
+        *,
+        calibration: Calibration | None = None,
+        watch: RoundWatch | None = None,
+    ) -> None:
         if config.num_draft_tokens > drafter.num_draft_tokens:
             raise ConfigError(
                 f"num_draft_tokens={config.num_draft_tokens} exceeds the {drafter.num_draft_tokens} that the "
@@ -58,10 +71,12 @@ class Runner:
             page_size=config.cache.page_size,
             device=device,
         )
+        num_drafts = config.num_draft_tokens
+        lengths: LengthPolicy = AdaptiveLengths(num_drafts, calibration) if config.adaptive_lengths else AllDrafts()
         self._parts = RoundParts(
             target=target,
             drafter=drafter,
-            lengths=AdaptiveLengths(config.num_draft_tokens) if config.adaptive_lengths else AllDrafts(),
+            lengths=watch.wrap(lengths, num_drafts, calibration) if watch else lengths,
             caches=self._caches,
             page_table=page_table,
             max_step_rows=config.scheduler.max_step_rows,

@@ -44,16 +44,35 @@ class _Position:
         self.slope, self.bias = 1 / fit.temperature, fit.bias
         self.mean_error = 0.0
 
-    def learn(self, logit: float, stood: bool) -> None:
+
+class _Track:
+    """All positions under one condition, and the bias that they share.
+
+    Deep positions are seldom reached, least of all when drafts are bad: the alarmed part of a step goes to all
+    positions, so that what the first ones show is known of the others too.
+    """
+
+    __slots__ = ("positions", "shared_bias")
+
+    def __init__(self, fits: Sequence[PositionFit]) -> None:
+        self.positions = [_Position(fit) for fit in fits]
+        self.shared_bias = 0.0
+
+    def learn(self, index: int, logit: float, stood: bool) -> None:
         """One step along the gradient of the log loss of one outcome."""
-        error = stood - 1 / (1 + exp(-self.slope * logit - self.bias))
-        mean_error = self.mean_error = self.mean_error + ERROR_MEMORY * (error - self.mean_error)
-        step = (CALM_STEP + ALARMED_STEP * mean_error * mean_error) * error
-        bias, slope = self.bias + step, self.slope + SLOPE_STEP * step * logit
-        # Comparisons, because min and max cost as much as the rest together.
-        self.bias = bias if -LARGEST_BIAS < bias < LARGEST_BIAS else math.copysign(LARGEST_BIAS, bias)
+        position = self.positions[index]
+        error = stood - 1 / (1 + exp(-position.slope * logit - position.bias - self.shared_bias))
+        mean_error = position.mean_error = position.mean_error + ERROR_MEMORY * (error - position.mean_error)
+        alarmed_step = ALARMED_STEP * mean_error * mean_error * error
+        position.bias = _boxed(position.bias + CALM_STEP * error)
+        self.shared_bias = _boxed(self.shared_bias + alarmed_step)
+        slope = position.slope + SLOPE_STEP * (CALM_STEP * error + alarmed_step) * logit
         if LEAST_SLOPE < slope < LARGEST_SLOPE:
-            self.slope = slope
+            position.slope = slope
+
+
+def _boxed(bias: float) -> float:
+    return bias if -LARGEST_BIAS < bias < LARGEST_BIAS else math.copysign(LARGEST_BIAS, bias)
 
 
 def _logit(confidence: float) -> float:
@@ -75,7 +94,7 @@ class SurvivalEstimator:
         self._num_draft_tokens = num_draft_tokens
         self._calibration = calibration or Calibration()
         self._headless = [0.5] * num_draft_tokens  # stands in for confidence: logit 0 leaves the bias alone
-        self._tracks: dict[tuple[Condition, bool], list[_Position]] = {}
+        self._tracks: dict[tuple[Condition, bool], _Track] = {}
 
     def survival(self, item: ScheduledSequence, confidence_G: Sequence[float] | None) -> list[float]:
         """Probability that each draft and all before it stand.
@@ -84,10 +103,10 @@ class SurvivalEstimator:
             item: whose drafts they are.
             confidence_G: of the head, before calibration; None without a head.
         """
-        positions = self._positions(condition_of(item), confidence_G is not None)
-        survival, survivals = 1.0, []
-        for position, confidence in zip(positions, confidence_G or self._headless, strict=False):
-            survival /= 1 + exp(-position.slope * _logit(confidence) - position.bias)
+        track = self._track(condition_of(item), confidence_G is not None)
+        survival, survivals, shared_bias = 1.0, [], track.shared_bias
+        for position, confidence in zip(track.positions, confidence_G or self._headless, strict=False):
+            survival /= 1 + exp(-position.slope * _logit(confidence) - position.bias - shared_bias)
             survivals.append(survival)
         return survivals
 
@@ -99,10 +118,10 @@ class SurvivalEstimator:
         conditions = {condition_of(item) for item in items} if len(items) >= MANY and confidence_SG else ()
         if len(conditions) != 1 or confidence_SG is None:
             return [self.survival(item, row) for item, row in zip(items, rows, strict=True)]
-        positions = self._positions(next(iter(conditions)), with_head=True)
+        track = self._track(next(iter(conditions)), with_head=True)
         confidence = np.array(confidence_SG).clip(LEAST_SURE, MOST_SURE)
-        slopes, biases = np.array([(position.slope, position.bias) for position in positions]).T
-        against = np.exp(-biases - slopes * np.log(confidence / (1 - confidence)))
+        slopes, biases = np.array([(position.slope, position.bias) for position in track.positions]).T
+        against = np.exp(-track.shared_bias - biases - slopes * np.log(confidence / (1 - confidence)))
         listed: list[list[float]] = np.cumprod(1 / (1 + against), axis=1).tolist()
         return listed
 
@@ -110,21 +129,24 @@ class SurvivalEstimator:
         self, item: ScheduledSequence, confidence_G: Sequence[float] | None, num_verified: int, num_accepted: int
     ) -> None:
         """Learn from one judged proposal: all accepted drafts stood, the next one fell if it was verified."""
-        positions = self._positions(condition_of(item), confidence_G is not None)
+        track = self._track(condition_of(item), confidence_G is not None)
         confidences = confidence_G or self._headless
         for index in range(min(num_accepted + 1, num_verified)):
-            positions[index].learn(_logit(confidences[index]), index < num_accepted)
+            track.learn(index, _logit(confidences[index]), index < num_accepted)
 
     def fits(self, condition: Condition, *, with_head: bool = True) -> tuple[PositionFit, ...]:
         """Temperature and bias of each position as they are now."""
-        positions = self._positions(condition, with_head)
-        return tuple(PositionFit(temperature=1 / position.slope, bias=position.bias) for position in positions)
+        track = self._track(condition, with_head)
+        return tuple(
+            PositionFit(temperature=1 / position.slope, bias=position.bias + track.shared_bias)
+            for position in track.positions
+        )
 
-    def _positions(self, condition: Condition, with_head: bool) -> list[_Position]:
+    def _track(self, condition: Condition, with_head: bool) -> _Track:
         track = self._tracks.get((condition, with_head))
         if track is None:
             fits = self._calibration.positions(condition, self._num_draft_tokens) if with_head else self._prior()
-            track = self._tracks[condition, with_head] = [_Position(fit) for fit in fits]
+            track = self._tracks[condition, with_head] = _Track(fits)
         return track
 
     def _prior(self) -> tuple[PositionFit, ...]:

@@ -12,7 +12,7 @@ makes the rate larger than without. Source: dspark sections 3.4 to 3.7; costs ar
 Dims: S sequences, G draft positions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import Protocol
@@ -20,6 +20,8 @@ from typing import Protocol
 import numpy as np
 
 from outrider.plan import RoundTimings, ScheduledSequence
+from outrider.speculative.calibration import Calibration
+from outrider.speculative.confidence import SurvivalEstimator
 
 __all__ = ["AdaptiveLengths", "AllDrafts", "LengthPolicy", "MachineSpeed", "MeasuredCost", "RoundRecord"]
 
@@ -35,8 +37,6 @@ GAIN_MEMORY = 0.07  # weight of the last proposal in what a sequence's proposals
 TRY_MEMORY = 0.3  # the same of a try, which are few
 FIRST_PAUSE, LONGEST_PAUSE = 4, 32  # rounds without a proposal before one is tried again, powers of two
 MARGIN = 1.02  # by which proposing must look better than not: estimates err, and pauses are cheap
-CALIBRATION_PRIOR = 8.0  # pseudo-outcomes of a position
-CALIBRATION_MEMORY = 0.998
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,9 @@ class LengthPolicy(Protocol):
     def observe(self, record: RoundRecord) -> None:
         """Learn from a finished round."""
 
+    def explain(self) -> Mapping[str, object]:
+        """Why the last round was decided as it was, in plain values; called only while somebody watches."""
+
 
 class AllDrafts:
     """Every proposed draft that may still be emitted."""
@@ -96,6 +99,10 @@ class AllDrafts:
 
     def observe(self, record: RoundRecord) -> None:
         """Nothing to learn."""
+
+    def explain(self) -> Mapping[str, object]:
+        """The one reason there is."""
+        return {"reason": "all_drafts"}
 
 
 class MachineSpeed:
@@ -180,21 +187,6 @@ class _Track:
     pause: int = FIRST_PAUSE  # rounds between tries while it is paused
 
 
-@dataclass(slots=True)
-class _Calibration:
-    """Ratio of outcomes to confidence at one draft position, over reached positions only."""
-
-    predicted: float = CALIBRATION_PRIOR
-    stood: float = CALIBRATION_PRIOR
-
-    def add(self, confidence: float, stood: bool) -> None:
-        self.predicted = self.predicted * CALIBRATION_MEMORY + confidence
-        self.stood = self.stood * CALIBRATION_MEMORY + stood
-
-    def __call__(self, confidence: float) -> float:
-        return min(confidence * self.stood / max(self.predicted, 1e-6), 0.999)
-
-
 class _Costs:
     """Seconds of the parts of a round, all as of one speed of the machine."""
 
@@ -214,17 +206,24 @@ class AdaptiveLengths:
 
     Args:
         num_draft_tokens: drafts of a whole proposal.
+        calibration: of the drafter's confidence, fitted offline; None starts from the head's own word.
         clock: seconds; replaced in tests.
     """
 
     reads_confidence = True
 
-    def __init__(self, num_draft_tokens: int, clock: Callable[[], float] = perf_counter) -> None:
+    def __init__(
+        self,
+        num_draft_tokens: int,
+        calibration: Calibration | None = None,
+        *,
+        clock: Callable[[], float] = perf_counter,
+    ) -> None:
         self._clock = clock
         self._costs = _Costs()
         self._tracks: dict[int, _Track] = {}  # by state slot
-        self._calibrations = [_Calibration() for _ in range(num_draft_tokens)]
-        self._confidence: dict[int, Sequence[float]] = {}  # of the current round, by index
+        self._survival = SurvivalEstimator(num_draft_tokens, calibration)
+        self._confidence: dict[int, Sequence[float] | None] = {}  # of the current round, by index
         self._typical_gain, self._typical_rows = min(FIRST_GAIN, num_draft_tokens), num_draft_tokens / 2
         self._num_rounds = 0
         self._finished: float | None = None
@@ -280,18 +279,15 @@ class AdaptiveLengths:
         """See LengthPolicy; without a confidence head each position's own rate stands for it."""
         lengths = [0] * len(scheduled)
         drafts: list[tuple[float, int]] = []  # (survival, sequence), each sequence's in order
+        survivals_SG = self._survival.survivals([scheduled[index] for index in proposing], confidence_SG)
         self._confidence = {}
         for row, index in enumerate(proposing):
             budget = min(scheduled[index].draft_budget, num_proposed)
             if _by_coins(scheduled[index]):
                 lengths[index] = budget
                 continue
-            raw = confidence_SG[row] if confidence_SG is not None else [1.0] * num_proposed
-            self._confidence[index] = raw
-            survival = 1.0
-            for position in range(budget):
-                survival *= self._calibrations[position](raw[position])
-                drafts.append((survival, index))
+            self._confidence[index] = None if confidence_SG is None else confidence_SG[row]
+            drafts += [(survival, index) for survival in survivals_SG[row][:budget]]
         drafts.sort(key=lambda draft: -draft[0])
         num_sequences = len(scheduled)
         rows = sum(len(item.query_token_ids) for item in scheduled) + sum(lengths)
@@ -321,12 +317,20 @@ class AdaptiveLengths:
             self._learn(record, index)
         self._finished = self._clock() if pure else None
 
+    def explain(self) -> Mapping[str, object]:
+        """Recent gain of the sequences, and those that pause."""
+        tracks = self._tracks.values()
+        return {
+            "reason": "rate",
+            "gain": {track.request_id: track.gain for track in tracks},
+            "paused": [track.request_id for track in tracks if track.paused],
+        }
+
     def _learn(self, record: RoundRecord, index: int) -> None:
         item, length, accepted = record.scheduled[index], record.verify_lengths[index], record.num_accepted[index]
         if _by_coins(item):
             return
-        for position in range(min(accepted + 1, length)):
-            self._calibrations[position].add(self._confidence[index][position], position < accepted)
+        self._survival.observe(item, self._confidence[index], length, accepted)
         track = self._track(item)
         memory = TRY_MEMORY if track.paused else GAIN_MEMORY
         track.gain += memory * (accepted - track.gain)
