@@ -17,11 +17,13 @@ from outrider.cli.arguments import (
     BenchNumerics,
     BenchStartup,
     BenchStep,
+    Calibrate,
     Command,
     Demo,
     Generate,
     Inspect,
     Logits,
+    Replay,
     Verify,
 )
 from outrider.cli.bench import run_bench_ab
@@ -29,10 +31,12 @@ from outrider.cli.bench_acceptance import run_bench_acceptance
 from outrider.cli.bench_numerics import run_bench_numerics
 from outrider.cli.bench_startup import run_bench_startup
 from outrider.cli.bench_step import run_bench_step
+from outrider.cli.calibrate import run_calibrate
 from outrider.cli.demo import run_demo
 from outrider.cli.generate import run_generate
 from outrider.cli.inspect import run_inspect
 from outrider.cli.logits import run_logits
+from outrider.cli.replay import run_replay
 from outrider.cli.verify import run_verify
 from outrider.errors import UserError
 
@@ -94,6 +98,10 @@ def _run(command: object) -> int:
             return run_logits(command)
         case Verify():
             return run_verify(command)
+        case Calibrate():
+            return run_calibrate(command)
+        case Replay():
+            return run_replay(command)
         case _:
             raise AssertionError(f"command {type(command).__name__} has no function")
 

@@ -11,6 +11,8 @@ from outrider.bench.closed_loop import TokenisedPrompt
 from outrider.bench.workload import BenchPrompt, PromptSet, draw_prompts
 from outrider.cli.runtime import loading_bar
 from outrider.engine.llm import LLM
+from outrider.engine.round_log import RoundLog
+from outrider.engine.watch import RoundWatch
 from outrider.errors import ConfigError, RequestError
 from outrider.request import SamplingParams
 from outrider.tokenizer import Tokenizer, answer_stop_ids
@@ -46,6 +48,7 @@ class ArmOptions:
     max_num_seqs: int
     numerics: Literal["exact", "fast"]
     probe: Literal["auto", "force", "skip"]
+    record_rounds: str = ""  # file for the rounds, the arm is put before its suffix; "" = none
 
 
 def open_arms(names: Sequence[str], options: ArmOptions) -> dict[str, LLM]:
@@ -74,9 +77,25 @@ def open_arms(names: Sequence[str], options: ArmOptions) -> dict[str, LLM]:
                 numerics=options.numerics,
                 probe=options.probe,
                 progress=progress,
+                watch=_round_watch(name, options),
             )
         logger.info("loaded arm %s in %.1f s", name, time.perf_counter() - begin)
     return arms
+
+
+def _round_watch(arm: str, options: ArmOptions) -> RoundWatch | None:
+    """A recorder of the arm's rounds, if they are wanted."""
+    if not options.record_rounds:
+        return None
+    path = Path(options.record_rounds)
+    settings = {
+        "model": options.model.name,
+        "drafter": options.drafter.name,
+        "arm": arm,
+        "speculation": options.speculation if arm == "spec" else "off",
+        "max_num_seqs": options.max_num_seqs,
+    }
+    return RoundWatch(RoundLog(path.with_name(f"{path.stem}.{arm}{path.suffix}"), settings))
 
 
 def tokenizer_of(llm: LLM) -> Tokenizer:

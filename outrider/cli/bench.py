@@ -44,6 +44,7 @@ def run_bench_ab(command: BenchAb) -> int:
             max_num_seqs=max(command.concurrency),
             numerics=command.numerics,
             probe=command.probe,
+            record_rounds=command.record_rounds,
         ),
     )
     cells = _measure(command, prompt_set, arms)
@@ -64,7 +65,7 @@ def run_bench_ab(command: BenchAb) -> int:
     if command.record:
         # The ledger is shared: where a file lay on this machine says nothing to others, its hash does.
         named = {key: Path(value).name for key in ("model", "drafter", "prompts") if (value := row_settings[key])}
-        append_row(LEDGER, row | {"settings": row_settings | named | {"json": ""}})
+        append_row(LEDGER, row | {"settings": row_settings | named | {"json": "", "record_rounds": ""}})
     all_same = all(cell.identical for cell in cells)
     print(summary_line(cells))
     idle = [f"c{cell.concurrency} {cell.tier}" for cell in cells if "spec" in cell.arms and _is_idle(cell)]

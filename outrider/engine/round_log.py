@@ -56,7 +56,9 @@ class RoundLog:
             self._file: TextIO | None = path.open("w", encoding="utf-8")
         except (OSError, ValueError) as error:  # ValueError: a NUL in the name
             reason = (error.strerror if isinstance(error, OSError) else None) or error
-            raise ConfigError(f"--record-rounds {str(path)!r} cannot be written ({reason}); name another file") from error
+            raise ConfigError(
+                f"--record-rounds {str(path)!r} cannot be written ({reason}); name another file"
+            ) from error
         self._write({"record": "header", "format": FORMAT, "version": VERSION, "settings": dict(settings)})
 
     def __call__(self, watched: WatchedRound) -> None:
@@ -140,6 +142,8 @@ def _sequence_fields(
         "position": item.start_position,
         "emitted": emitted,
         "finished": finished,
+        # A stop id ends the text without being part of it.
+        "unseen": int(update is not None and isinstance(update.stop_reason, int)),
     }
     if item.is_prompt:
         return fields | {"prompt_rows": len(item.query_token_ids)}
