@@ -2,13 +2,15 @@
 
 Greedy texts, and sampled ones that accept by equality, are the same under any policy, so a replay moves along them
 with other lengths. Where it comes to an anchor that was recorded, it accepts what was accepted there, cut at its own
-length: that is exact. Where it comes to an anchor that was never one, nothing was drafted from there: the drafts of
-the recorded block that covers it stand in, each standing with its calibrated probability, and behind that block the
-mean of the file's. Plain decoding and the recorded policy itself need no stand-ins.
+length: that is exact. Where it comes to an anchor that was never one, nothing was drafted from there, and outcomes are
+drawn: with the calibrated probability of the same token in the recorded block that covers it, moved in its logit by
+what a draft so much nearer to its anchor is better off on average, and behind that block with the mean of the
+position. Plain decoding and the recorded policy itself need no draws.
 
 A round costs what rounds of its shape were measured to cost, see ``RoundCosts``.
 """
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -103,11 +105,17 @@ class TextOracle:
         """Calibrated probability of each draft of a block at ``position``, given those before it."""
         anchor = self.text.anchors.get(position)
         if anchor is not None and anchor.survival_G:
-            return self._padded(_conditional(anchor.survival_G), 0)
+            return self._padded(_conditional(anchor.survival_G))
         covering = self._covering(position)
         if covering is None:
             return tuple(self._typical_G)
-        return self._padded(_conditional(covering.survival_G), position - covering.position)
+        shift, typical = position - covering.position, self._typical_G
+        behind = _conditional(covering.survival_G)[shift:]
+        moved = (
+            _sigmoid(_logit(value) - _logit(typical[index + shift]) + _logit(typical[index]))
+            for index, value in enumerate(behind)
+        )
+        return self._padded(tuple(moved))
 
     def accepted(self, position: int, length: int) -> int:
         """Drafts that stand of ``length`` verified ones."""
@@ -131,9 +139,8 @@ class TextOracle:
         found = (self.text.anchors.get(before) for before in reach)
         return next((anchor for anchor in found if anchor is not None and anchor.survival_G), None)
 
-    def _padded(self, confidence: Sequence[float], skip: int) -> tuple[float, ...]:
-        kept = tuple(confidence[skip:])
-        return (*kept, *self._typical_G[len(kept) :])
+    def _padded(self, confidence: Sequence[float]) -> tuple[float, ...]:
+        return (*confidence, *self._typical_G[len(confidence) :])
 
 
 def _conditional(survival_G: Sequence[float]) -> list[float]:
@@ -142,6 +149,15 @@ def _conditional(survival_G: Sequence[float]) -> list[float]:
         conditional.append(survival / before if before > 0 else 0.0)
         before = survival
     return conditional
+
+
+def _logit(probability: float) -> float:
+    probability = min(max(probability, 1e-6), 1 - 1e-6)
+    return math.log(probability / (1 - probability))
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
 
 
 @dataclass(slots=True, kw_only=True)
