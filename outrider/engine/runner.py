@@ -16,7 +16,8 @@ from outrider.models.protocol import AuxStream, TargetModel
 from outrider.plan import StepPlan, StepResult
 from outrider.scheduling.admission import num_pages_for
 from outrider.speculative.drafter import Drafter
-from outrider.speculative.lengths import AdaptiveLengths, AllDrafts
+from outrider.speculative.auto import AutoLengths
+from outrider.speculative.lengths import AllDrafts
 from outrider.trace import trace_range
 
 __all__ = ["Runner"]
@@ -61,7 +62,7 @@ class Runner:
         self._parts = RoundParts(
             target=target,
             drafter=drafter,
-            lengths=AdaptiveLengths(config.num_draft_tokens) if config.adaptive_lengths else AllDrafts(),
+            lengths=AutoLengths(config.num_draft_tokens) if config.auto_lengths else AllDrafts(),
             caches=self._caches,
             page_table=page_table,
             max_step_rows=config.scheduler.max_step_rows,
