@@ -20,7 +20,9 @@ from outrider.bench.round_costs import RoundCosts
 from outrider.bench.round_file import Anchor, Text
 from outrider.errors import RequestError
 from outrider.plan import RoundTimings, ScheduledSequence
-from outrider.speculative.lengths import AdaptiveLengths, AllDrafts, LengthPolicy, RoundRecord
+from outrider.speculative.auto import AutoLengths
+from outrider.speculative.confidence import SurvivalEstimator
+from outrider.speculative.lengths import AllDrafts, LengthPolicy, RoundRecord
 
 __all__ = ["Replayed", "TextOracle", "policy_named", "recorded_lengths", "replay", "typical_confidence"]
 
@@ -40,7 +42,7 @@ def policy_named(name: str, num_drafts: int) -> tuple[PolicyMaker, int]:
     if name == "plain":
         return lambda clock: AllDrafts(), 0
     if name == "auto":
-        return lambda clock: AdaptiveLengths(num_drafts, clock=clock), num_drafts
+        return lambda clock: AutoLengths(num_drafts, survival=SurvivalEstimator(num_drafts), clock=clock), num_drafts
     number = name.removeprefix("fixed")
     if not name.startswith("fixed") or not number.isdecimal() or not 1 <= len(number) <= 4:
         raise RequestError(f"policy {name!r} is unknown; use plain, fixedK with a number of drafts K, or auto")

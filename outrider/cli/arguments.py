@@ -38,7 +38,7 @@ class Generate:
     drafter: str = ""
     """DSpark checkpoint directory, or its name under models/; none = plain decoding."""
     speculation: str = "auto"
-    """auto = the whole block in every round, adaptive = as much as pays, off = none, or a number of drafts."""
+    """auto = as much as pays, off = none, or a number of drafts in every round."""
     prompt: str = ""
     """The prompt as text."""
     prompt_ids: Ints = ()

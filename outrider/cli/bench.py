@@ -69,8 +69,8 @@ def run_bench_ab(command: BenchAb) -> int:
     all_same = all(cell.identical for cell in cells)
     print(summary_line(cells))
     idle = [f"c{cell.concurrency} {cell.tier}" for cell in cells if "spec" in cell.arms and _is_idle(cell)]
-    if idle and command.speculation == "adaptive" and command.max_tokens >= ENOUGH_TOKENS:
-        logger.warning("adaptive found no draft worth verifying in %s", ", ".join(idle))
+    if idle and command.speculation == "auto" and command.max_tokens >= ENOUGH_TOKENS:
+        logger.warning("auto found no draft worth verifying in %s", ", ".join(idle))
     elif idle:
         logger.error("the spec arm verified no draft in %s: nothing was compared; raise --max-tokens", ", ".join(idle))
         return EXIT_DIFFERENT
@@ -83,7 +83,7 @@ def run_bench_ab(command: BenchAb) -> int:
     return EXIT_DIFFERENT
 
 
-ENOUGH_TOKENS = 6  # in which "adaptive" has had the time to try drafts
+ENOUGH_TOKENS = 6  # in which "auto" has had the time to try drafts
 
 
 def _is_idle(cell: CellSummary) -> bool:

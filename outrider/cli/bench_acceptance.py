@@ -34,8 +34,8 @@ def run_bench_acceptance(command: BenchAcceptance) -> int:
     options = ArmOptions(
         model=resolve_checkpoint(command.model),
         drafter=drafter,
-        # A rule is judged on all drafts, not on those that adaptive lengths find worth their time.
-        speculation=read_config(drafter).num_draft_tokens if speculation in ("auto", "adaptive") else speculation,
+        # A rule is judged on all drafts, not on those that are found worth their time.
+        speculation=read_config(drafter).num_draft_tokens if speculation == "auto" else speculation,
         dtype=resolve_dtype(command.dtype),
         device=command.device,
         experts=command.experts,

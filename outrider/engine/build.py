@@ -36,7 +36,8 @@ def resolve_config(
     max_model_len: int,
     num_draft_tokens: int,
     chunk_multiple: int,
-    adaptive_lengths: bool = False,
+    auto_lengths: bool = False,
+    drafter_context: int | None = None,
 ) -> EngineConfig:
     """The final config.
 
@@ -46,7 +47,8 @@ def resolve_config(
         max_model_len: prompt and output tokens of one sequence.
         num_draft_tokens: drafts per round at most.
         chunk_multiple: the target's; prompts are cut at its multiples.
-        adaptive_lengths: draft and verify as much as pays, not all.
+        auto_lengths: draft and verify as much as pays, not all.
+        drafter_context: tokens of context that the drafter takes at most; None = any.
 
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
@@ -77,7 +79,8 @@ def resolve_config(
             oversubscribe=limits.oversubscribe,
         ),
         num_draft_tokens=num_draft_tokens,
-        adaptive_lengths=adaptive_lengths and num_draft_tokens > 0,
+        auto_lengths=auto_lengths and num_draft_tokens > 0,
+        drafter_context=drafter_context,
     )
 
 
@@ -98,6 +101,7 @@ def build_engine(
         config.scheduler,
         config.cache,
         num_draft_tokens=config.num_draft_tokens,
+        drafter_context=config.drafter_context,
         eos_token_ids=eos_token_ids,
         vocab_size=target.vocab_size,
     )

@@ -53,8 +53,8 @@ class LLM:
     Args:
         model_path: checkpoint directory of the target.
         drafter: checkpoint directory of a DSpark drafter; None decodes plainly.
-        speculation: "auto" (the whole block in every round), "adaptive" (as much as measured cost and confidence
-            say will pay), "off", or a fixed number of drafts in every round.
+        speculation: "auto" (as much as measured cost and confidence say will pay), "off", or a fixed number of
+            drafts in every round. A request may ask for less or for a fixed number, see SamplingParams.
         dtype: compute dtype, "bfloat16", "float32" or "float64"; None takes the checkpoint's.
         device: torch device.
         experts: "packed" keeps MXFP4 experts packed, "unpacked" decodes them once, "auto" takes the faster.
@@ -113,8 +113,7 @@ class LLM:
                 tables,
                 max_context=self.max_model_len,
                 num_draft_tokens=resolve_num_draft_tokens(speculation, drafter_config.num_draft_tokens),
-                with_confidence=(speculation == "adaptive" or watch is not None)
-                and drafter_config.confidence is not None,
+                with_confidence=(speculation == "auto" or watch is not None) and drafter_config.confidence is not None,
                 numerics=choice,
             )
             calibration = load_drafter_calibration(Path(drafter))
@@ -128,7 +127,8 @@ class LLM:
             max_model_len=self.max_model_len,
             num_draft_tokens=num_draft_tokens,
             chunk_multiple=self._target.chunk_multiple,
-            adaptive_lengths=speculation == "adaptive",
+            auto_lengths=speculation == "auto",
+            drafter_context=predictor.config.max_context if predictor else None,
         )
         num_cache_rows = self.config.cache.num_pages * self.config.cache.page_size
         with allocating(f"the caches of {max_num_seqs} sequences and {num_cache_rows} tokens"):

@@ -113,6 +113,7 @@ def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
         logprobs=tuple(chain.from_iterable(o.logprobs for o in outcomes)),
         num_steps=len(outcomes),
         num_rows=num_rows,
+        speculation=parts.lengths.report(),
         timings=timings,
     )
 

@@ -14,7 +14,7 @@ from typing import TextIO
 
 from outrider.engine.watch import Proposed, WatchedRound
 from outrider.errors import ConfigError
-from outrider.plan import ScheduledSequence
+from outrider.plan import ScheduledSequence, SpeculationReport
 from outrider.request import RequestUpdate
 from outrider.speculative.calibration import condition_of
 
@@ -118,7 +118,7 @@ def _round_fields(watched: WatchedRound) -> dict[str, object]:
         },
         "num_steps": result.num_steps,
         "num_rows": result.num_rows,
-        "decision": dict(watched.decision),
+        "decision": _decision_fields(result.speculation),
         "sequences": [
             _sequence_fields(
                 item,
@@ -129,6 +129,18 @@ def _round_fields(watched: WatchedRound) -> dict[str, object]:
             )
             for index, item in enumerate(watched.plan.scheduled)
         ],
+    }
+
+
+def _decision_fields(report: SpeculationReport | None) -> dict[str, object] | None:
+    """Null in a round without decode spans."""
+    if report is None:
+        return None
+    return {
+        "reasons": [reason.value for reason in report.reasons],
+        "break_even": round(report.break_even, 4),
+        "expected_rate": round(report.expected_rate, 3),
+        "plain_rate": round(report.plain_rate, 3),
     }
 
 

@@ -16,9 +16,11 @@ from outrider.errors import ConfigError
 from outrider.models.protocol import AuxStream, TargetModel
 from outrider.plan import StepPlan, StepResult
 from outrider.scheduling.admission import num_pages_for
+from outrider.speculative.auto import AutoLengths
 from outrider.speculative.calibration import Calibration
+from outrider.speculative.confidence import SurvivalEstimator
 from outrider.speculative.drafter import Drafter
-from outrider.speculative.lengths import AdaptiveLengths, AllDrafts, LengthPolicy
+from outrider.speculative.lengths import AllDrafts, LengthPolicy
 from outrider.trace import trace_range
 
 __all__ = ["Runner"]
@@ -72,7 +74,13 @@ class Runner:
             device=device,
         )
         num_drafts = config.num_draft_tokens
-        lengths: LengthPolicy = AdaptiveLengths(num_drafts, calibration) if config.adaptive_lengths else AllDrafts()
+        lengths: LengthPolicy = AllDrafts()
+        if config.auto_lengths:
+            lengths = AutoLengths(
+                num_drafts,
+                survival=SurvivalEstimator(num_drafts, calibration),
+                prior=calibration.typical_survival(num_drafts) if calibration else None,
+            )
         self._parts = RoundParts(
             target=target,
             drafter=drafter,

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from outrider.plan import ScheduledSequence, StepPlan, StepResult
+from outrider.plan import ScheduledSequence, SpeculationReport, StepPlan, StepResult
 from outrider.request import RequestUpdate
 from outrider.speculative.calibration import Calibration
 from outrider.speculative.confidence import SurvivalEstimator
@@ -36,7 +36,6 @@ class WatchedRound:
     updates: tuple[RequestUpdate, ...]
     round_s: float  # all of it, scheduling and bookkeeping included
     proposals: Mapping[int, Proposed]  # by index of the scheduled sequence
-    decision: Mapping[str, object]  # how the length policy explains its choice
 
 
 class RoundWatch:
@@ -67,7 +66,6 @@ class RoundWatch:
                     updates=tuple(updates),
                     round_s=round_s,
                     proposals=self._lengths.proposals,
-                    decision=self._lengths.decision,
                 )
             )
         except Exception:
@@ -84,14 +82,11 @@ class _WatchedLengths:
         self._policy = policy
         self._survival = survival
         self.proposals: dict[int, Proposed] = {}
-        self.decision: Mapping[str, object] = {}
 
     def proposing(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
         """See LengthPolicy."""
         self.proposals = {}
-        proposing = self._policy.proposing(scheduled)
-        self.decision = self._policy.explain()
-        return proposing
+        return self._policy.proposing(scheduled)
 
     def choose(
         self,
@@ -111,7 +106,6 @@ class _WatchedLengths:
             )
             for row, index in enumerate(proposing)
         }
-        self.decision = self._policy.explain()
         return lengths
 
     def observe(self, record: RoundRecord) -> None:
@@ -125,6 +119,6 @@ class _WatchedLengths:
                 record.num_accepted[index],
             )
 
-    def explain(self) -> Mapping[str, object]:
+    def report(self) -> SpeculationReport | None:
         """See LengthPolicy."""
-        return self.decision
+        return self._policy.report()

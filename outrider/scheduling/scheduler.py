@@ -37,6 +37,7 @@ class Scheduler:
         config: row, token and seat budgets.
         cache: page size and number of pages.
         num_draft_tokens: drafts per round at most; 0 = plain decoding.
+        drafter_context: tokens of context behind which nothing is drafted; None = everywhere.
         eos_token_ids: ids that end a request unless it sets ``ignore_eos``.
         vocab_size: an output id that is not below it marks logits that are not finite.
     """
@@ -49,10 +50,12 @@ class Scheduler:
         num_draft_tokens: int,
         eos_token_ids: frozenset[int],
         vocab_size: int,
+        drafter_context: int | None = None,
     ) -> None:
         self._config = config
         self._cache = cache
         self._num_draft_tokens = num_draft_tokens
+        self._drafter_context = drafter_context
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._seats = Seats(config.max_num_seqs, cache)
@@ -122,6 +125,12 @@ class Scheduler:
         """
         if request.request_id in self._unfinished:
             raise RequestError(f"request_id={request.request_id!r} is in use; choose another")
+        wanted = request.sampling.speculation
+        if isinstance(wanted, int) and wanted > self._num_draft_tokens:
+            raise RequestError(
+                f"speculation={wanted} exceeds the {self._num_draft_tokens} drafts per round of this engine; lower it "
+                "or use 'auto'"
+            )
         eos = frozenset() if request.sampling.ignore_eos else self._eos_token_ids
         sequence = Sequence(
             request=request,
@@ -265,8 +274,8 @@ class Scheduler:
         # More drafts than tokens that may still follow the final one could never be emitted. Nor are drafts
         # worth a seat: they take free pages, and are clipped to those.
         num_left = sequence.max_new_tokens - sequence.num_output_tokens
-        num_drafts = self._num_draft_tokens if sequence.request.sampling.speculation else 0
         num_known = sequence.num_computed_tokens + 1
+        num_drafts = self._num_wanted_drafts(sequence, num_known)
         num_drafts = min(num_drafts, num_left - 1)
         num_drafts = min(num_drafts, self._seats.grow(sequence, num_known + num_drafts) - num_known)
         return ScheduledSequence(
@@ -281,7 +290,15 @@ class Scheduler:
             is_first=False,
             is_resumed=sequence.on_host,
             choice=_choice(sequence),
+            speculation=sequence.request.sampling.speculation,
         )
+
+    def _num_wanted_drafts(self, sequence: Sequence, num_known: int) -> int:
+        """Drafts that the request asks for and the drafter can place behind so many tokens."""
+        wanted = sequence.request.sampling.speculation
+        if wanted == "off" or (self._drafter_context is not None and num_known > self._drafter_context):
+            return 0
+        return self._num_draft_tokens if wanted == "auto" else wanted
 
     def _prompt_chunks(self) -> list[ScheduledSequence]:
         chunks = []

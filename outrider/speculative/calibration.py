@@ -100,6 +100,19 @@ class Calibration:
         fits = self.conditions.get(condition) or self._nearest(condition)
         return (*fits[:num_positions], *(NEUTRAL,) * (num_positions - len(fits)))
 
+    def typical_survival(self, num_positions: int) -> tuple[float, ...] | None:
+        """Mean survival of greedy drafts, by position, as it was when they were fitted; None where none were.
+
+        A draft stood as often as the next one was reached; the last one is taken to stand as often as the one before
+        it did.
+        """
+        reached = [fit.num_reached for fit in self.conditions.get(GREEDY, ())][: num_positions + 1]
+        if len(reached) == num_positions and num_positions > 1:
+            reached.append(round(reached[-1] ** 2 / reached[-2]))
+        if len(reached) <= num_positions or not all(reached):
+            return None
+        return tuple(count / reached[0] for count in reached[1:])
+
     def _nearest(self, condition: Condition) -> tuple[PositionFit, ...]:
         known = [other for other in self.conditions if other.rule == condition.rule]
         if condition.band not in BANDS or not known:

@@ -54,6 +54,18 @@ def test_an_absent_file_is_neutral(tmp_path: Path):
     assert Calibration().positions(GREEDY, 3) == (PositionFit(),) * 3
 
 
+def test_what_a_typical_proposal_survives_comes_from_how_many_were_reached():
+    def of(*counts: int) -> Calibration:
+        return Calibration(conditions={GREEDY: tuple(PositionFit(num_reached=count) for count in counts)})
+
+    assert of(100, 60, 30).typical_survival(2) == (0.6, 0.3)
+    assert of(100, 60, 30).typical_survival(3) == (0.6, 0.3, 0.15)  # nothing says how often the last one stood
+    assert of(100, 60, 30).typical_survival(4) is None
+    assert of(100).typical_survival(1) is None
+    assert of(100, 0, 0).typical_survival(2) is None
+    assert Calibration().typical_survival(2) is None
+
+
 @pytest.mark.parametrize(
     ("temperature", "rule", "condition"),
     [
