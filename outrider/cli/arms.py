@@ -75,6 +75,7 @@ def open_arms(names: Sequence[str], options: ArmOptions) -> dict[str, LLM]:
                 probe=options.probe,
                 progress=progress,
             )
+        arms[name].profile_costs()
         logger.info("loaded arm %s in %.1f s", name, time.perf_counter() - begin)
     return arms
 

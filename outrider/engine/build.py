@@ -90,9 +90,20 @@ def build_engine(
     device: torch.device,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] = frozenset(),
+    runner: Runner | None = None,
 ) -> Engine:
-    """An engine around loaded models; ``drafter=None`` decodes plainly."""
-    runner = Runner(target, drafter or NullDrafter(), config, device)
+    """An engine around loaded models; ``drafter=None`` decodes plainly.
+
+    Args:
+        target: the model.
+        drafter: proposes.
+        config: budgets.
+        device: where the caches are.
+        tokenizer: gives text; None serves token ids only.
+        eos_token_ids: ids that end a request.
+        runner: of the same models, config and device; None makes one.
+    """
+    runner = runner or Runner(target, drafter or NullDrafter(), config, device)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
