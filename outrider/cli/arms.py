@@ -79,6 +79,7 @@ def open_arms(names: Sequence[str], options: ArmOptions) -> dict[str, LLM]:
                 progress=progress,
                 watch=_round_watch(name, options),
             )
+        arms[name].profile_costs()
         logger.info("loaded arm %s in %.1f s", name, time.perf_counter() - begin)
     return arms
 

@@ -11,7 +11,6 @@ from outrider.engine.watch import RoundWatch
 from outrider.models.protocol import TargetModel
 from outrider.scheduling.admission import num_pages_for
 from outrider.scheduling.scheduler import Scheduler
-from outrider.speculative.calibration import Calibration
 from outrider.speculative.drafter import Drafter, NullDrafter
 from outrider.tokenizer import Tokenizer
 
@@ -92,11 +91,22 @@ def build_engine(
     device: torch.device,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] = frozenset(),
-    calibration: Calibration | None = None,
+    runner: Runner | None = None,
     watch: RoundWatch | None = None,
 ) -> Engine:
-    """An engine around loaded models; ``drafter=None`` decodes plainly."""
-    runner = Runner(target, drafter or NullDrafter(), config, device, calibration=calibration, watch=watch)
+    """An engine around loaded models; ``drafter=None`` decodes plainly.
+
+    Args:
+        target: the model.
+        drafter: proposes.
+        config: budgets.
+        device: where the caches are.
+        tokenizer: gives text; None serves token ids only.
+        eos_token_ids: ids that end a request.
+        runner: of the same models, config, device and watch; None makes one.
+        watch: is shown every round.
+    """
+    runner = runner or Runner(target, drafter or NullDrafter(), config, device, watch=watch)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,

@@ -15,6 +15,7 @@ import torch
 
 from outrider.config import check_positive, resolve_num_draft_tokens
 from outrider.engine.build import EngineLimits, build_engine, resolve_config
+from outrider.engine.cost_file import cost_file, recall_costs, remember_costs
 from outrider.engine.engine import Engine
 from outrider.engine.load import (
     check_drafter_vocabulary,
@@ -28,6 +29,8 @@ from outrider.engine.memory import CacheReport, count_caches
 from outrider.engine.metrics import EngineMetrics
 from outrider.engine.outputs import RequestOutput, RunningSample, SampleOutput, collect_outputs
 from outrider.engine.prefill import last_logits
+from outrider.engine.profile import profile_rounds
+from outrider.engine.runner import Runner
 from outrider.engine.watch import RoundWatch
 from outrider.errors import RequestError, UnsupportedError, allocating
 from outrider.models.dspark.checkpoint import TargetTables
@@ -38,7 +41,7 @@ from outrider.models.numerics import NumericsChoice, NumericsMode, NumericsRepor
 from outrider.models.registry import load_target
 from outrider.request import Request, RequestUpdate, SamplingParams, samples_of
 from outrider.scheduling.admission import check_token_ids
-from outrider.speculative.drafter import DSparkDrafter
+from outrider.speculative.drafter import DSparkDrafter, NullDrafter
 
 __all__ = ["LLM", "Prompt", "RequestOutput", "SampleOutput"]
 
@@ -133,6 +136,14 @@ class LLM:
         num_cache_rows = self.config.cache.num_pages * self.config.cache.page_size
         with allocating(f"the caches of {max_num_seqs} sequences and {num_cache_rows} tokens"):
             dspark = DSparkDrafter(predictor, num_cache_rows=num_cache_rows) if predictor else None
+            self._runner = Runner(
+                self._target,
+                dspark or NullDrafter(),
+                self.config,
+                self._device,
+                calibration=calibration,
+                watch=watch,
+            )
             self.engine: Engine = build_engine(
                 self._target,
                 dspark,
@@ -140,14 +151,49 @@ class LLM:
                 device=self._device,
                 tokenizer=self.tokenizer,
                 eos_token_ids=eos_token_ids,
-                calibration=calibration,
+                runner=self._runner,
                 watch=watch,
             )
         self.caches: CacheReport = count_caches(self._target, dspark, self.config)
         logger.info("%s", self.caches.summary())
+        self._cost_file: Path | None = None  # None: drafts are not decided by cost
+        if drafter is not None and self.config.auto_lengths:
+            self._cost_file = self._name_cost_file(model_path, Path(drafter), experts)
+            if (costs := recall_costs(self._cost_file)) is not None:
+                self._runner.take_costs(costs)
         self._ids = count()
         # Updates of live requests that their reader has not taken yet.
         self._mailbox: dict[str, list[RequestUpdate]] = {}
+
+    def profile_costs(self) -> None:
+        """Measure what rounds cost here, unless an earlier start on this machine did; for whoever serves for long.
+
+        It takes a few seconds at most, while nothing runs. Without it, and without an earlier outcome, costs are
+        learnt from the rounds that are served. Nothing happens where drafts are not decided by cost.
+
+        Raises:
+            RequestError: a request is running.
+        """
+        if self._cost_file is None or recall_costs(self._cost_file) is not None:
+            return
+        if self.engine.has_work:
+            raise RequestError("costs are measured while requests run, which would disturb both; do it before")
+        costs = profile_rounds(self._runner, self.config, self._target.vocab_size)
+        if costs.is_profiled:
+            self._runner.take_costs(costs)
+            remember_costs(self._cost_file, costs)
+
+    def _name_cost_file(self, model_path: Path, drafter_path: Path, experts: ExpertForm) -> Path:
+        settings = {
+            "dtype": str(self._target.embedding.dtype),
+            "experts": experts,
+            "numerics": self.numerics.summary(),
+            "page_size": self.config.cache.page_size,
+            "seats": self.config.scheduler.max_num_seqs,
+            "max_model_len": self.max_model_len,
+            "drafts": self.config.num_draft_tokens,
+        }
+        return cost_file(model_path, drafter_path, self._device, settings)
 
     @property
     def metrics(self) -> EngineMetrics:

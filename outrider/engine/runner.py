@@ -1,6 +1,7 @@
 """Owns the device side of one engine: models, caches, page table; turns a plan into a result."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -19,6 +20,7 @@ from outrider.scheduling.admission import num_pages_for
 from outrider.speculative.auto import AutoLengths
 from outrider.speculative.calibration import Calibration
 from outrider.speculative.confidence import SurvivalEstimator
+from outrider.speculative.cost import RoundCosts
 from outrider.speculative.drafter import Drafter
 from outrider.speculative.lengths import AllDrafts, LengthPolicy
 from outrider.trace import trace_range
@@ -73,7 +75,7 @@ class Runner:
             page_size=config.cache.page_size,
             device=device,
         )
-        num_drafts = config.num_draft_tokens
+        num_drafts = self._num_draft_tokens = config.num_draft_tokens
         lengths: LengthPolicy = AllDrafts()
         if config.auto_lengths:
             lengths = AutoLengths(
@@ -81,6 +83,7 @@ class Runner:
                 survival=SurvivalEstimator(num_drafts, calibration),
                 prior=calibration.typical_survival(num_drafts) if calibration else None,
             )
+        self._lengths = lengths
         self._parts = RoundParts(
             target=target,
             drafter=drafter,
@@ -110,9 +113,30 @@ class Runner:
         """Bytes of each copy of a prompt that samples share, by prompt id."""
         return {prompt_id: copy.num_bytes for prompt_id, copy in self._prompt_copies.items()}
 
+    @property
+    def drafter(self) -> Drafter:
+        """Who proposes."""
+        return self._parts.drafter
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts per round at most."""
+        return self._num_draft_tokens
+
+    def take_costs(self, costs: RoundCosts) -> None:
+        """Decide drafts by these costs from now on; nothing happens where drafts are not decided by cost."""
+        if isinstance(self._lengths, AutoLengths):
+            self._lengths.costs = costs
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Release, copy out, seat and run; an empty plan only releases and copies out."""
+    def run(self, plan: StepPlan, *, lengths: LengthPolicy | None = None, drafter: Drafter | None = None) -> StepResult:
+        """Release, copy out, seat and run; an empty plan only releases and copies out.
+
+        Args:
+            plan: of the round.
+            lengths: decides the drafts of this round instead of the engine's own policy, to measure.
+            drafter: proposes in this round instead of the engine's own, to which it passes everything else on.
+        """
         with trace_range("round"):
             self._release(plan.released_slots)
             for request_id in plan.dropped_copies:
@@ -122,7 +146,10 @@ class Runner:
             self._seat(plan)
             for prompt_id in plan.spent_prompts:
                 self._prompt_copies.pop(prompt_id, None)
-            return run_round(self._parts, plan)
+            parts = self._parts
+            if lengths is not None or drafter is not None:
+                parts = replace(parts, lengths=lengths or parts.lengths, drafter=drafter or parts.drafter)
+            return run_round(parts, plan)
 
     def _release(self, slots: Sequence[int]) -> None:
         for slot in slots:

@@ -21,7 +21,7 @@ from outrider.speculative.survival import RatioSurvival, SurvivalModel
 
 __all__ = ["AutoLengths"]
 
-PLAIN_ROUNDS = 3  # first rounds without drafts where no profile says what a plain step costs
+PLAIN_ROUNDS = 3  # in a row, to learn what a plain step costs: at first without a profile, and now and then
 CLOSE_REFRESH, FEW_REFRESH, REFRESH = (
     4,
     32,
@@ -97,6 +97,7 @@ class AutoLengths:
         self._outcomes = Outcomes(OUTCOME_MEMORY)
         self._budget = LossBudget()
         self._num_rounds = self._since_plain = 0
+        self._num_plain_left = 0  # of a few plain rounds in a row
         self._is_close = False  # whether drafting is expected to be hardly faster than plain decoding
         self._earned, self._spent = 1.0, 1.0  # tokens and time of late, in plain rounds
         self._finished: float | None = None
@@ -145,12 +146,17 @@ class AutoLengths:
         costs = self.costs
         if not costs.is_profiled and (self._num_rounds < PLAIN_ROUNDS or not costs.step.is_known):
             return True
+        if self._num_plain_left:
+            self._num_plain_left -= 1
+            return True
         if self._since_plain < CLOSE_REFRESH or self._since_plain % CLOSE_REFRESH:
             return False
         weight = costs.step.weight((now.num_decodes, now.num_decodes))
-        return weight < ENOUGH and (
-            self._is_close or self._since_plain % (REFRESH if weight >= FEW else FEW_REFRESH) == 0
-        )
+        period = CLOSE_REFRESH if self._is_close else REFRESH if weight >= FEW else FEW_REFRESH
+        if weight >= ENOUGH or self._since_plain % period:
+            return False
+        self._num_plain_left = PLAIN_ROUNDS - 1
+        return True
 
     def _choose_proposers(self, scheduled: Sequence[ScheduledSequence], able: list[int], now: _Round) -> list[int]:
         tracks = [self._track(scheduled[index]) for index in able]
@@ -245,9 +251,11 @@ class AutoLengths:
             self._num_rounds += 1
             self._learn(record, now)
         if now is not None and pure:
-            self._since_plain = self._since_plain + 1 if record.proposed else 0
             num_rows = now.num_decodes + sum(record.verify_lengths)
-            costs.step.add((now.num_decodes, num_rows), timings.total_s - timings.propose_s, now.context)
+            if record.proposed or self._since_plain == 0:
+                # A plain round after one with drafts finds caches full of what the drafter reads; most do not.
+                costs.step.add((now.num_decodes, num_rows), timings.total_s - timings.propose_s, now.context)
+            self._since_plain = self._since_plain + 1 if record.proposed else 0
             if record.proposed:
                 costs.propose.add((len(record.proposed),), timings.propose_s, now.context)
         self._finished = self._clock() if pure else None

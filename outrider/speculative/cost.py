@@ -18,7 +18,8 @@ import numpy as np
 
 __all__ = ["CostTable", "MachineSpeed", "MeasuredCost", "RoundCosts", "context_work"]
 
-SPEED_MEMORY = 0.1  # exponent of a measurement in the speed of the machine
+SPEED_MEMORY = 0.04  # exponent of a measurement in the speed of the machine
+JUMP_MEMORY = 0.25  # the same while the machine is jumping to another speed
 MEMORY = 0.05  # weight of a new measurement of a shape once there are many
 TYPICAL = 1.3  # by which measurements of a known shape are believed to deviate; beyond, it is the machine
 NUM_FAR = 4  # measurements in a row that are a new speed of the machine
@@ -38,6 +39,11 @@ WORK_UNIT = 1024.0
 def context_work(num_rows: float, mean_context: float) -> float:
     """Rows times tokens of context, in thousands."""
     return num_rows * mean_context / WORK_UNIT
+
+
+def _bucket(mean_context: float) -> int:
+    """Contexts within one bucket share a mean: up to 255 tokens, then powers of two."""
+    return (int(mean_context) // 256).bit_length()
 
 
 class MachineSpeed:
@@ -61,8 +67,8 @@ class MachineSpeed:
             self._num_far = min(self._num_far, 0) - 1
         else:
             self._num_far = 0
-        limit = TYPICAL if abs(self._num_far) < NUM_FAR else JUMP
-        self.factor *= min(max(ratio, 1 / limit), limit) ** SPEED_MEMORY
+        limit, memory = (TYPICAL, SPEED_MEMORY) if abs(self._num_far) < NUM_FAR else (JUMP, JUMP_MEMORY)
+        self.factor *= min(max(ratio, 1 / limit), limit) ** memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +143,7 @@ class MeasuredCost:
         if self._num_seen:
             self._speed.follow(seconds, self(counts, mean_context) * self._speed.factor)
         seconds /= self._speed.factor
-        key = counts, int(mean_context).bit_length()
+        key = counts, _bucket(mean_context)
         shape = self._shapes.get(key)
         if shape is None:
             self._shapes[key] = _Shape(seconds, 1.0 if self._num_seen else COLD, work)
@@ -146,7 +152,12 @@ class MeasuredCost:
         self._num_new += 1
         self._num_seen += 1
         if self._num_new >= min(self._num_seen // 2, REFIT):  # a fit costs as much as many estimates
-            self._refit()
+            self.refit()
+
+    def put(self, counts: tuple[int, ...], seconds: float, mean_context: float, weight: float) -> None:
+        """Take in what is known of a shape from so many measurements elsewhere; ``refit`` when all is in."""
+        self._shapes[counts, _bucket(mean_context)] = _Shape(seconds, weight, context_work(counts[-1], mean_context))
+        self._num_seen += 1
 
     def __call__(self, counts: tuple[int, ...], mean_context: float = 0.0) -> float:
         """Expected seconds at the first speed; 0 before anything was measured."""
@@ -174,7 +185,7 @@ class MeasuredCost:
             self._shapes[tuple(int(count) for count in counts), int(bucket)] = _Shape(mean, weight, work)
             self._num_seen += 1
         if self._shapes:
-            self._refit()
+            self.refit()
 
     def _fitted(self, counts: Sequence[int], work: float = 0.0) -> float:
         seconds = self._level + self._per_work * work
@@ -182,7 +193,7 @@ class MeasuredCost:
             seconds += slope * count
         return max(seconds, self._least)
 
-    def _refit(self) -> None:
+    def refit(self) -> None:
         """Least squares through the means of all shapes; slopes are not negative."""
         points = np.array([[*counts, shape.work] for (counts, _), shape in self._shapes.items()], dtype=float)
         means = np.array([shape.mean for shape in self._shapes.values()])

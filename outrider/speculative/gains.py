@@ -183,7 +183,7 @@ class LossBudget:
         Args:
             loss: plain rounds that it took longer than plain decoding of the same tokens; negative for a gain.
             expected: whether anybody proposed because it was expected to pay.
-                probed: what the probes in it lost, in plain rounds.
+            probed: what the probes in it lost, in plain rounds.
         """
         self.balance = min(self.balance + self.EARNED, self.MOST) - probed
         if expected:

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from outrider.errors import CheckpointError
+from outrider.models.dspark.checkpoint import confidence_digest
+from outrider.models.dspark.config_json import read_config
 from outrider.request import SamplingParams
 from outrider.speculative.calibration import (
     CALIBRATION_FILE,
@@ -20,6 +22,7 @@ from outrider.speculative.calibration import (
     write_calibration,
 )
 
+SHIPPED = Path(__file__).resolve().parents[2] / "models" / "k3-small-dspark"
 FITS = (PositionFit(temperature=1.5, bias=-0.25, num_reached=100), PositionFit(temperature=0.5, num_reached=9))
 GOOD = {
     "format": "outrider-calibration",
@@ -47,6 +50,17 @@ def test_positions_that_were_never_reached_are_left_out(tmp_path: Path):
         tmp_path / CALIBRATION_FILE,
     )
     assert load_calibration(tmp_path).conditions == {GREEDY: FITS}
+
+
+def test_the_shipped_drafter_is_calibrated_for_the_weights_that_it_has():
+    calibration = load_calibration(SHIPPED)
+    assert calibration.confidence_head == confidence_digest(SHIPPED)
+    sampled = {Condition(rule, band) for rule in ("match", "rejection", "block") for band in ("0.5-0.85", "0.85+")}
+    assert set(calibration.conditions) == {GREEDY, *sampled}
+    num_drafts = read_config(SHIPPED).num_draft_tokens
+    survival = calibration.typical_survival(num_drafts)
+    assert survival is not None
+    assert sorted(survival, reverse=True) == list(survival)
 
 
 def test_an_absent_file_is_neutral(tmp_path: Path):
