@@ -20,7 +20,7 @@ class RoundCosts:
 
     A shape, (sequences, rows), that was recorded often enough costs its mean, so that a replay of the recorded policy
     takes the recorded time. Between two recorded numbers of rows of as many sequences costs are interpolated; elsewhere
-    a plane fitted through all means says them. Prompt rows add what they added in the median of the rounds with some.
+    a plane fitted through all means says them. A prompt row adds what all of them added on average.
 
     Args:
         rounds: at least one without prompt rows.
@@ -105,9 +105,9 @@ def _mean(values: list[float]) -> float:
 
 
 def _prompt_row_seconds(mixed: Iterable[RecordedRound], steps: _Means) -> float:
-    """Seconds that a prompt row adds to a round."""
-    each = []
+    """Seconds that a prompt row adds to a round, on average over all of them."""
+    added_s, num_rows = 0.0, 0
     for item in mixed:
-        decode_s = steps((len(item.anchors), item.num_rows)) if item.anchors else 0.0
-        each.append(max(item.step_s - decode_s, 0.0) / item.num_prompt_rows)
-    return median(each) if each else 0.0
+        added_s += item.step_s - (steps((len(item.anchors), item.num_rows)) if item.anchors else 0.0)
+        num_rows += item.num_prompt_rows
+    return max(added_s, 0.0) / num_rows if num_rows else 0.0

@@ -11,7 +11,7 @@ from outrider.engine.round_log import FORMAT, VERSION
 from outrider.errors import RequestError
 from outrider.speculative.calibration import BANDS, RULES
 
-__all__ = ["Anchor", "RecordedRound", "RoundFile", "Text", "read_round_file", "texts_of"]
+__all__ = ["Anchor", "PromptPart", "RecordedRound", "RoundFile", "Text", "read_round_file", "texts_of"]
 
 _PARTS = ("batch_s", "forward_s", "accept_s", "commit_s", "observe_s")  # the step; propose and host are apart
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.bench.replay import policy_named, replay, typical_confidence
 from outrider.bench.round_costs import RoundCosts
-from outrider.bench.round_file import Anchor, RecordedRound, Text, read_round_file, texts_of
+from outrider.bench.round_file import Anchor, PromptPart, RecordedRound, Text, read_round_file, texts_of
 from outrider.errors import RequestError
 
 G = 5
@@ -174,6 +174,17 @@ def test_costs_are_the_shapes_own_or_between_their_neighbours():
     assert (costs.num_asked, costs.num_known) == (4, 1)
     with pytest.raises(RequestError, match="costs"):
         RoundCosts([])
+
+
+def test_a_prompt_row_costs_what_it_added():
+    anchors = (dataclasses.replace(whole_text(0, 40, by_length=False).anchors[21], verified=0, accepted=0),)
+
+    def round_of(rows: int, step_s: float) -> RecordedRound:
+        prompts = (PromptPart(request="p", position=0, rows=rows, emitted=0, finished=False),) if rows else ()
+        return RecordedRound(anchors=anchors, prompts=prompts, propose_s=0, step_s=step_s, host_s=0, num_steps=1)
+
+    costs = RoundCosts([*[round_of(0, 0.01)] * 3, round_of(10, 0.03), round_of(30, 0.05)])
+    assert costs.step(1, 1, 20) == pytest.approx(0.01 + 20 * (0.02 + 0.04) / 40)
 
 
 def sequence_line(**changes) -> dict:
