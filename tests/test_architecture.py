@@ -25,8 +25,8 @@ FLAGS = {
     "BenchStep": "model random drafter rows slots context repeats synthetic_acceptance threads dtype device experts "
     "numerics probe json plot record",
     "BenchStartup": "model drafter repeats threads dtype device experts numerics probe json record",
-    "BenchAb": "model drafter prompts tiers concurrency num_prompts max_tokens arms repeats threads speculation "
-    "dtype device experts numerics probe json record",
+    "BenchAb": "model drafter prompts tiers concurrency prompt_length num_prompts max_tokens arms repeats max_repeats "
+    "time_budget threads speculation drafter_fault dtype device experts numerics probe json record",
     "Inspect": "path json",
     "Logits": "model prompt_ids json dtype device experts numerics probe threads",
     "Verify": "model drafter prompts max_tokens full inject taps json threads dtype device experts",

@@ -62,6 +62,7 @@ class LLM:
         max_num_seqs: sequences that run at once; each holds a recurrent state.
         max_model_len: prompt and output tokens of one sequence; None takes the model's, up to 8192.
         limits: further budgets.
+        drafter_type: what stands around the drafter's model; a measurement may put a DSparkDrafter of its own here.
         numerics: "exact" keeps a row's bits its own; "fast" takes the library's kernels and promises nothing.
         probe: start-up probe of exact numerics: "auto" takes the outcome of an earlier start on this machine,
             "force" probes anyway, "skip" never does.
@@ -83,6 +84,7 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         limits: EngineLimits | None = None,
+        drafter_type: Callable[..., DSparkDrafter] = DSparkDrafter,
         numerics: NumericsMode = "exact",
         probe: ProbeMode = "auto",
         progress: Callable[[int, int], None] | None = None,
@@ -130,7 +132,7 @@ class LLM:
         )
         num_cache_rows = self.config.cache.num_pages * self.config.cache.page_size
         with allocating(f"the caches of {max_num_seqs} sequences and {num_cache_rows} tokens"):
-            dspark = DSparkDrafter(predictor, num_cache_rows=num_cache_rows) if predictor else None
+            dspark = drafter_type(predictor, num_cache_rows=num_cache_rows) if predictor else None
             self._runner = Runner(self._target, dspark or NullDrafter(), self.config, self._device)
             self.engine: Engine = build_engine(
                 self._target,
