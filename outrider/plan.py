@@ -150,4 +150,5 @@ class StepResult:
     num_steps: int = 1  # target steps
     num_rows: int = 0  # rows of all target steps
     speculation: SpeculationReport | None = None
+    num_proposed: int = 0  # sequences that the drafter proposed for, verified or not
     timings: RoundTimings = field(default_factory=RoundTimings)

@@ -25,8 +25,8 @@ FLAGS = {
     "BenchStep": "model random drafter rows slots context repeats synthetic_acceptance threads dtype device experts "
     "numerics probe json plot record",
     "BenchStartup": "model drafter repeats threads dtype device experts numerics probe json record",
-    "BenchAb": "model drafter prompts tiers concurrency num_prompts max_tokens arms repeats threads speculation "
-    "dtype device experts numerics probe json record_rounds record",
+    "BenchAb": "model drafter prompts tiers concurrency prompt_length num_prompts max_tokens arms repeats max_repeats "
+    "time_budget threads speculation drafter_fault dtype device experts numerics probe json record_rounds record",
     "Calibrate": "model drafter prompts held_out num_prompts temperatures rules seed max_tokens concurrency out "
     "json plot threads dtype device experts",
     "Replay": "file policy costs concurrency seed repeats json",

@@ -8,7 +8,7 @@ import numpy as np
 from rich.table import Table
 
 from outrider.bench.closed_loop import SteppingEngine, TokenisedPrompt
-from outrider.bench.summary import INTERVAL_PERCENT, NUM_RESAMPLES
+from outrider.bench.ratios import INTERVAL_PERCENT, NUM_RESAMPLES
 from outrider.engine.metrics import EngineMetrics
 from outrider.errors import EngineFault, RequestError
 from outrider.request import FinishReason, Request, RequestUsage, SamplingParams

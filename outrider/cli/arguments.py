@@ -115,30 +115,38 @@ class Demo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchAb:
-    """Run the same prompts through an engine without a drafter and one with it, paired and interleaved."""
+    """Run the same prompts through engines without a drafter and with one, paired and interleaved."""
 
     model: Model
     """Target checkpoint directory, or its name under models/."""
     drafter: str
     """Drafter checkpoint directory, or its name under models/."""
-    prompts: str
-    """JSONL file with question_id, category, sub_category and turns."""
+    prompts: str = ""
+    """JSONL file with question_id, category, sub_category and turns; none = the shipped prompts."""
     tiers: Names = ("low_entropy", "mixed", "high_entropy")
-    """Categories to measure, each a cell of its own."""
+    """Categories to measure, each with cells of its own."""
     concurrency: Ints = (1, 4)
-    """Requests in flight, each a cell of its own."""
+    """Requests in flight, each with cells of its own."""
+    prompt_length: Names = ()
+    """Tokens of a prompt, such as 256,1k,2k, each with cells of its own; none = prompts as they are."""
     num_prompts: int = 8
     """Prompts per tier, taking turns over sub_category; the same for all arms and concurrencies."""
     max_tokens: int = 128
     """Tokens per answer at most."""
-    arms: Names = ("plain", "spec")
-    """Which arms to run; the ratio needs both."""
-    repeats: int = 1
-    """How often each cell is run, with the arms taking turns to go first."""
+    arms: Names = ("plain", "auto")
+    """Of plain (no drafter), off (one that nobody uses), auto, and fixedK such as fixed7; ratios need plain."""
+    repeats: int = 3
+    """How often each cell is run at least, with the arms taking turns."""
+    max_repeats: int = 0
+    """How often at most: repeats are added until the ratio is known to 2 %; 0 = four times --repeats."""
+    time_budget: float = 0.0
+    """Seconds of a cell after which no repeat is added; 0 = none."""
     threads: int = 1
     """CPU threads; 0 = PyTorch's default."""
     speculation: str = "auto"
-    """Drafts per round of the spec arm: auto or a number."""
+    """Drafts per round of the arm spec, which is auto or, with a number, fixed: the form before --arms had names."""
+    drafter_fault: str = ""
+    """Replace all drafts by random tokens: garbage, or garbage@N from round N of each cell on."""
     dtype: Dtype = "auto"
     """Number format of the models; auto = that of the checkpoint."""
     device: str = "cpu"

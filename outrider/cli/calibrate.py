@@ -140,9 +140,10 @@ def _outcomes(
         ConfigError: no draft was judged.
     """
     categories = tuple(dict.fromkeys(prompt.tier for prompt in prompt_set.prompts))
-    tokenizer, ticker = tokenizer_of(llm), Ticker()
+    tokenizer, ticker = tokenizer_of(llm.tokenizer), Ticker()
     ends = answer_sampling(tokenizer, command.max_tokens)
-    drawn = draw_tiers(prompt_set, categories, command.num_prompts, llm, command.max_tokens)
+    room = llm.max_model_len - command.max_tokens
+    drawn = draw_tiers(prompt_set, categories, command.num_prompts, tokenizer=tokenizer, room=room)
     prompts = [tokenise(prompt, tokenizer) for tier in drawn.values() for prompt in tier]
     collector.take()
     for way in ways:

@@ -33,6 +33,7 @@ from outrider.engine.profile import profile_rounds
 from outrider.engine.runner import Runner
 from outrider.engine.watch import RoundWatch
 from outrider.errors import RequestError, UnsupportedError, allocating
+from outrider.models.dspark.block import BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables
 from outrider.models.dspark.config_json import read_config
 from outrider.models.dspark.load import load_predictor
@@ -64,6 +65,7 @@ class LLM:
         max_num_seqs: sequences that run at once; each holds a recurrent state.
         max_model_len: prompt and output tokens of one sequence; None takes the model's, up to 8192.
         limits: further budgets.
+        drafter_type: what stands around the drafter's model; a measurement may put a DSparkDrafter of its own here.
         numerics: "exact" keeps a row's bits its own; "fast" takes the library's kernels and promises nothing.
         probe: start-up probe of exact numerics: "auto" takes the outcome of an earlier start on this machine,
             "force" probes anyway, "skip" never does.
@@ -86,6 +88,7 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         limits: EngineLimits | None = None,
+        drafter_type: Callable[..., DSparkDrafter] = DSparkDrafter,
         numerics: NumericsMode = "exact",
         probe: ProbeMode = "auto",
         progress: Callable[[int, int], None] | None = None,
@@ -107,18 +110,9 @@ class LLM:
         )
         predictor, calibration = None, None
         if drafter is not None and speculation not in ("off", 0):
-            tables = TargetTables(embedding_VD=self._target.embedding, head_VD=self._target.lm_head)
-            drafter_config = read_config(Path(drafter))
             check_drafter_vocabulary(model_path, Path(drafter), self.tokenizer, eos_token_ids)
-            predictor = load_predictor(
-                Path(drafter),
-                self._target,
-                tables,
-                max_context=self.max_model_len,
-                num_draft_tokens=resolve_num_draft_tokens(speculation, drafter_config.num_draft_tokens),
-                with_confidence=(speculation == "auto" or watch is not None) and drafter_config.confidence is not None,
-                numerics=choice,
-            )
+            wanted = speculation == "auto" or watch is not None
+            predictor = self._load_predictor(Path(drafter), speculation, choice, confidence_wanted=wanted)
             calibration = load_drafter_calibration(Path(drafter))
         self.numerics: NumericsReport = (
             joined_report(self._target.numerics, predictor.numerics) if predictor else self._target.numerics
@@ -135,7 +129,7 @@ class LLM:
         )
         num_cache_rows = self.config.cache.num_pages * self.config.cache.page_size
         with allocating(f"the caches of {max_num_seqs} sequences and {num_cache_rows} tokens"):
-            dspark = DSparkDrafter(predictor, num_cache_rows=num_cache_rows) if predictor else None
+            dspark = drafter_type(predictor, num_cache_rows=num_cache_rows) if predictor else None
             self._runner = Runner(
                 self._target,
                 dspark or NullDrafter(),
@@ -156,14 +150,24 @@ class LLM:
             )
         self.caches: CacheReport = count_caches(self._target, dspark, self.config)
         logger.info("%s", self.caches.summary())
-        self._cost_file: Path | None = None  # None: drafts are not decided by cost
-        if drafter is not None and self.config.auto_lengths:
-            self._cost_file = self._name_cost_file(model_path, Path(drafter), experts)
-            if (costs := recall_costs(self._cost_file)) is not None:
-                self._runner.take_costs(costs)
+        self._cost_file = self._recall_costs(model_path, drafter, experts)  # None: drafts are not decided by cost
         self._ids = count()
         # Updates of live requests that their reader has not taken yet.
         self._mailbox: dict[str, list[RequestUpdate]] = {}
+
+    def _load_predictor(
+        self, drafter: Path, speculation: str | int, choice: NumericsChoice, *, confidence_wanted: bool
+    ) -> BlockPredictor:
+        config = read_config(drafter)
+        return load_predictor(
+            drafter,
+            self._target,
+            TargetTables(embedding_VD=self._target.embedding, head_VD=self._target.lm_head),
+            max_context=self.max_model_len,
+            num_draft_tokens=resolve_num_draft_tokens(speculation, config.num_draft_tokens),
+            with_confidence=confidence_wanted and config.confidence is not None,
+            numerics=choice,
+        )
 
     def profile_costs(self) -> None:
         """Measure what rounds cost here, unless an earlier start on this machine did; for whoever serves for long.
@@ -182,6 +186,15 @@ class LLM:
         if costs.is_profiled:
             self._runner.take_costs(costs)
             remember_costs(self._cost_file, costs)
+
+    def _recall_costs(self, model_path: Path, drafter: str | Path | None, experts: ExpertForm) -> Path | None:
+        """Take the costs of an earlier start on this machine, if there are any; returns where they are kept."""
+        if drafter is None or not self.config.auto_lengths:
+            return None
+        file = self._name_cost_file(model_path, Path(drafter), experts)
+        if (costs := recall_costs(file)) is not None:
+            self._runner.take_costs(costs)
+        return file
 
     def _name_cost_file(self, model_path: Path, drafter_path: Path, experts: ExpertForm) -> Path:
         settings = {

@@ -69,6 +69,8 @@ class EngineMetrics:
     num_prompt_tokens: int = 0  # computed: a prompt that samples share counts once, but for its end
     num_output_tokens: int = 0  # emitted
     num_decode_spans: int = 0  # (sequence, round) pairs
+    num_proposals: int = 0  # of these, those that the drafter proposed for
+    num_proposing_rounds: int = 0  # rounds with at least one proposal
     num_drafted: int = 0
     num_accepted: int = 0
     num_preempted: int = 0  # sequences copied to the host
@@ -92,6 +94,8 @@ class EngineMetrics:
         self.num_steps += result.num_steps
         self.num_rows += result.num_rows
         self.num_preempted += len(plan.preempted)
+        self.num_proposals += result.num_proposed
+        self.num_proposing_rounds += result.num_proposed > 0
         for item, drafted, accepted in zip(plan.scheduled, result.num_drafted, result.num_accepted, strict=True):
             if item.is_prompt:
                 self.num_prompt_tokens += len(item.query_token_ids)

@@ -114,6 +114,7 @@ def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
         num_steps=len(outcomes),
         num_rows=num_rows,
         speculation=parts.lengths.report(),
+        num_proposed=len(proposal.proposed),
         timings=timings,
     )
 

@@ -15,7 +15,7 @@ from time import perf_counter
 from outrider.plan import DraftReason, ScheduledSequence, SpeculationReport
 from outrider.speculative.cost import RoundCosts
 from outrider.speculative.decide import Candidate, decide_proposals, decide_rows
-from outrider.speculative.gains import GainCurve, LossBudget, Outcomes, Track, spread
+from outrider.speculative.gains import Doubt, GainCurve, LossBudget, Outcomes, Track, spread
 from outrider.speculative.lengths import RoundRecord, no_draft_reason
 from outrider.speculative.survival import RatioSurvival, SurvivalModel
 
@@ -33,6 +33,7 @@ FIRST_CONFIDENCE = 0.6  # that a draft stands if all before it do, until a draft
 FIRST_WEIGHT = 1.0  # proposals that this first guess counts for
 MEAN_MEMORY = 0.03  # weight of a proposal in the mean of all requests
 OUTCOME_MEMORY = 0.98
+SUREST = 0.98
 WORTH_MEMORY = 0.95
 COMMON = 4  # probes fall on every fourth round: a proposal for many costs little more than for one
 
@@ -95,6 +96,7 @@ class AutoLengths:
         self._mean = GainCurve.of(typical, FIRST_WEIGHT)
         self._coins_mean = GainCurve.level(sum(typical), num_draft_tokens, FIRST_WEIGHT)
         self._outcomes = Outcomes(OUTCOME_MEMORY)
+        self._doubt = Doubt()  # of all requests
         self._budget = LossBudget()
         self._num_rounds = self._since_plain = 0
         self._num_plain_left = 0  # of a few plain rounds in a row
@@ -226,7 +228,7 @@ class AutoLengths:
                 if whole:
                     tokens += sum(survivals[: item.draft_budget])
                 else:
-                    ratio = self._outcomes.ratio * self._tracks[item.state_slot].outcomes.ratio
+                    ratio = self._outcomes.ratio * self._tracks[item.state_slot].doubt.ratio
                     judged.append(index)
                     cut.append([survival * ratio for survival in survivals[: item.draft_budget]])
         beside = now.beside_s[len(proposing)]
@@ -287,9 +289,10 @@ class AutoLengths:
                 curves.append(curve)
                 if length:
                     mean, variance = spread(survivals[:length])
-                    ratio = self._outcomes.ratio
+                    first = min(survivals[0] * self._outcomes.ratio, SUREST)
+                    track.doubt.add(first, accepted > 0)
+                    self._doubt.add(first, accepted > 0)
                     self._outcomes.add(mean, variance, accepted)
-                    track.outcomes.add(ratio * mean, ratio * variance, accepted)
             else:
                 curve = GainCurve.level(accepted, length, 1)
                 track.learn(curve, accepted)
@@ -329,7 +332,11 @@ class AutoLengths:
         """The record of the sequence; a new one, as good as the mean, where the slot changed hands."""
         track = self._tracks.get(item.state_slot)
         if track is None or track.request_id != item.request_id:
-            track = Track(item.request_id, self._coins_mean if _by_coins(item) else self._mean)
+            track = (
+                Track(item.request_id, self._coins_mean)
+                if _by_coins(item)
+                else Track(item.request_id, self._mean, self._doubt.probability)
+            )
             self._tracks[item.state_slot] = track
         return track
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from outrider.speculative.decide import Candidate
 
-__all__ = ["GainCurve", "LossBudget", "Outcomes", "Track", "spread"]
+__all__ = ["Doubt", "GainCurve", "LossBudget", "Outcomes", "Track", "spread"]
 
 PRICES = (0.03, 0.08, 0.15, 0.25, 0.4, 0.6)  # tokens that a row may cost
 MEMORY = 0.12  # weight of the last proposal in the curve of its request
@@ -19,7 +19,6 @@ PROBE_MEMORY = 0.4  # of a proposal after a pause: what came before is old
 MEAN_WEIGHT = 3.0  # proposals that the mean counts for in a new request, once it rests on as many
 OUTCOME_PRIOR = 3.0  # accepted drafts that speak for the estimate before there are any
 LARGEST_RATIO = 1.1
-REQUEST_MEMORY = 0.93
 FIRST_PAUSE, LONGEST_PAUSE = 4, 64  # rounds between probes, in powers of two
 STAYING, RETURNING = 1.02, 0.95  # factors of a gain: at break-even nobody flips every round
 
@@ -102,6 +101,34 @@ class Outcomes:
         self.ratio = min(1 + change, LARGEST_RATIO) if self._excess > 0 else 1 - change
 
 
+class Doubt:
+    """Probability that drafts have turned to garbage, whatever confidence says: a filter over two states.
+
+    Either first drafts stand as often as expected, or hardly ever; between rounds the state changes with
+    probability ``HAZARD``. Two or three rejections of drafts that were nearly certain settle it, while the same of
+    drafts that were as likely as not mean little.
+    """
+
+    __slots__ = ("probability",)
+
+    HAZARD, REMNANT = 0.015, 0.03
+
+    def __init__(self, probability: float = HAZARD) -> None:
+        self.probability = probability
+
+    @property
+    def ratio(self) -> float:
+        """Of what stands to what is expected."""
+        return 1 - (1 - self.REMNANT) * self.probability
+
+    def add(self, expected: float, stood: bool) -> None:
+        """One first draft, and the probability it was given."""
+        prior = self.probability + self.HAZARD * (1 - 2 * self.probability)
+        remnant = self.REMNANT * expected
+        garbage, honest = (remnant, expected) if stood else (1 - remnant, 1 - expected)
+        self.probability = prior * garbage / max(prior * garbage + (1 - prior) * honest, 1e-9)
+
+
 def spread(survivals: Sequence[float]) -> tuple[float, float]:
     """Mean and variance of how many drafts stand."""
     mean = sum(survivals)
@@ -112,12 +139,12 @@ def spread(survivals: Sequence[float]) -> tuple[float, float]:
 class Track:
     """What is known of one request's proposals."""
 
-    __slots__ = ("_was_probed", "curve", "is_paused", "outcomes", "pause", "request_id", "wait")
+    __slots__ = ("_was_probed", "curve", "doubt", "is_paused", "pause", "request_id", "wait")
 
-    def __init__(self, request_id: str, mean: GainCurve) -> None:
+    def __init__(self, request_id: str, mean: GainCurve, doubt: float = Doubt.HAZARD) -> None:
         self.request_id = request_id
         self.curve = mean.copied(min(mean.num_seen, MEAN_WEIGHT))
-        self.outcomes = Outcomes(REQUEST_MEMORY)
+        self.doubt = Doubt(doubt)
         self.is_paused = self._was_probed = False
         self.pause = FIRST_PAUSE  # rounds between probes
         self.wait = 0  # rounds to the next one
@@ -130,7 +157,7 @@ class Track:
             budget: drafts at most.
             ratio: of outcomes to expectation, of all requests.
         """
-        ratio *= self.outcomes.ratio * (RETURNING if self.is_paused else STAYING)
+        ratio *= self.doubt.ratio * (RETURNING if self.is_paused else STAYING)
         gain, rows = self.curve.at(price / max(ratio, 1e-3))
         return Candidate(gain=min(gain * ratio, budget), rows=min(rows, budget))
 

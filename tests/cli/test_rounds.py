@@ -47,9 +47,10 @@ def replayed(file: Path, policy: str, tmp_path: Path, *flags: str) -> dict:
 
 def test_a_recorded_bench_is_replayed_as_it_was_and_as_plain(pair, prompts, tmp_path: Path, capsys):
     flags = ["--prompts", prompts, "--tiers", "a,b", "--concurrency", "2", "--max-tokens", str(MAX_TOKENS)]
-    recorded = ["--speculation", str(BLOCK), "--record-rounds", str(tmp_path / "rounds.jsonl")]
+    recorded = ["--arms", f"plain,fixed{BLOCK}", "--repeats", "1", "--max-repeats", "1"]
+    recorded += ["--record-rounds", str(tmp_path / "rounds.jsonl")]
     assert main(["bench", "ab", *pair, *flags, *recorded]) == 0
-    spec, plain = tmp_path / "rounds.spec.jsonl", tmp_path / "rounds.plain.jsonl"
+    spec, plain = tmp_path / f"rounds.fixed{BLOCK}.jsonl", tmp_path / "rounds.plain.jsonl"
     same = replayed(spec, f"fixed{BLOCK}", tmp_path)
     for name in ("num_output_tokens", "num_spans", "tokens_per_round"):
         assert same[name] == same["source"][name]
