@@ -214,26 +214,24 @@ def _count(item: Mapping[str, Any], name: str) -> int:
 
 
 def texts_of(rounds: Iterable[RecordedRound]) -> tuple[list[Text], int]:
-    """Texts in order of their prompts, and how many were left out because a part of them is missing.
+    """Texts in order of their prompts, and how many were left out: without a beginning, or without a decode span.
 
-    An id may come again for another text once the one before it has ended, as in a bench that runs several cells.
+    A text that was given up, or whose end was not recorded, ends where its record ends. An id may come again for
+    another text, as in a bench that runs several cells.
     """
-    open_parts: dict[str, list[PromptPart | Anchor]] = {}
+    current: dict[str, list[PromptPart | Anchor]] = {}
     order: list[list[PromptPart | Anchor]] = []
-    whole: list[list[PromptPart | Anchor]] = []
     for recorded in rounds:
         spans: tuple[PromptPart | Anchor, ...] = (*recorded.anchors, *recorded.prompts)
         for part in spans:
-            parts = open_parts.get(part.request)
-            if parts is None:
-                parts = open_parts[part.request] = []
+            parts = current.get(part.request)
+            if parts is None or (isinstance(part, PromptPart) and isinstance(parts[-1], Anchor)):
+                parts = current[part.request] = []
                 order.append(parts)
             parts.append(part)
             if part.finished:
-                whole.append(open_parts.pop(part.request))
-    ended = {id(parts) for parts in whole}
-    texts = [_text(parts) for parts in order if id(parts) in ended]
-    kept = [text for text in texts if text is not None]
+                del current[part.request]
+    kept = [text for text in map(_text, order) if text is not None]
     return kept, len(order) - len(kept)
 
 

@@ -31,7 +31,7 @@ def run_replay(command: Replay) -> int:
     source = read_round_file(Path(command.file))
     texts, num_left_out = texts_of(source.rounds)
     if not texts:
-        raise RequestError(f"{command.file} holds no whole text; record until requests end")
+        raise RequestError(f"{command.file} holds no text; record rounds in which a request decodes")
     typical = typical_confidence(texts)
     if recorded_lengths(texts):
         logger.warning("%s verified less than whole blocks; what lies behind is drawn", command.file)

@@ -217,17 +217,18 @@ def written(tmp_path: Path, *lines: object) -> Path:
 def test_lines_become_texts_and_an_id_may_come_again(tmp_path: Path):
     last = sequence_line(position=7, emitted=1, accepted=0, finished="length")
     one = (round_line(PROMPT), round_line(sequence_line()), round_line(last))
-    unfinished = (round_line(PROMPT), round_line(sequence_line()))
-    file = read_round_file(
-        written(tmp_path, HEADER, *one, *one, *unfinished, {"record": "end", "reason": "max_rounds"})
-    )
+    given_up = (round_line(PROMPT), round_line(sequence_line()))
+    only_prompt = (round_line(PROMPT),)
+    end = {"record": "end", "reason": "max_rounds"}
+    file = read_round_file(written(tmp_path, HEADER, *one, *given_up, *one, *only_prompt, end))
     texts, num_left_out = texts_of(file.rounds)
     assert file.is_cut
-    assert (len(texts), num_left_out) == (2, 1)
-    text = texts[1]
+    assert (len(texts), num_left_out) == (3, 1)
+    assert (texts[1].end, sorted(texts[1].anchors)) == (8, [5])  # it ends where its record ends
+    text = texts[2]
     assert (text.prompt_rows, text.begin, text.end, text.by_length) == ((5,), 5, 9, True)
     assert sorted(text.anchors) == [5, 7]
-    assert typical_confidence(texts) == (1 / 2, 0.0, 0.5)
+    assert typical_confidence(texts) == (3 / 5, 0.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def replayed(file: Path, policy: str, tmp_path: Path, *flags: str) -> dict:
 
 
 def test_a_recorded_bench_is_replayed_as_it_was_and_as_plain(pair, prompts, tmp_path: Path, capsys):
-    flags = ["--prompts", prompts, "--tiers", "a,b", "--concurrency", "2", "--max-tokens", str(MAX_TOKENS)]
+    flags = ["--prompts", prompts, "--tiers", "a,b", "--concurrency", "1", "--max-tokens", str(MAX_TOKENS)]
     recorded = ["--arms", f"plain,fixed{BLOCK}", "--repeats", "1", "--max-repeats", "1"]
     recorded += ["--record-rounds", str(tmp_path / "rounds.jsonl")]
     assert main(["bench", "ab", *pair, *flags, *recorded]) == 0
