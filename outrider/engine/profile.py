@@ -132,9 +132,9 @@ def profile_rounds(runner: Runner, config: EngineConfig, vocab_size: int, *, lim
     work = [(size, PROMPT) for size in sizes]
     if config.scheduler.max_model_len >= 2 * LONG_PROMPT:
         work.append((1, LONG_PROMPT))  # last: it only tells what context costs
-    for num_sequences, num_prompt in work:
+    for num_sequences, wanted in work:
         seats = _seats(config, num_sequences)
-        num_prompt = min(num_prompt, _room(seats, config) // 2)
+        num_prompt = min(wanted, _room(seats, config) // 2)
         if num_prompt < 1 or perf_counter() - begin > limit_s:
             continue
         _prefill(runner, config, seats, num_prompt, vocab_size, dice)
