@@ -150,8 +150,8 @@ class SamplingParams:
 
     def _check_speculation(self) -> None:
         wanted = self.speculation
-        is_number = isinstance(wanted, int) and not isinstance(wanted, bool)
-        if wanted not in ("auto", "off") and not (is_number and wanted >= 0):
+        is_number = isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 0
+        if not is_number and wanted not in ("auto", "off"):
             raise RequestError(f"speculation={wanted!r} is unknown; use 'auto', 'off' or a number of drafts from 0")
 
     def _check_ranges(self) -> None:

@@ -150,7 +150,8 @@ class LLM:
             )
         self.caches: CacheReport = count_caches(self._target, dspark, self.config)
         logger.info("%s", self.caches.summary())
-        self._cost_file = self._recall_costs(model_path, drafter, experts)  # None: drafts are not decided by cost
+        # None: drafts are not decided by cost.
+        self._cost_file = self._find_costs(model_path, Path(drafter), experts) if drafter is not None else None
         self._ids = count()
         # Updates of live requests that their reader has not taken yet.
         self._mailbox: dict[str, list[RequestUpdate]] = {}
@@ -187,16 +188,10 @@ class LLM:
             self._runner.take_costs(costs)
             remember_costs(self._cost_file, costs)
 
-    def _recall_costs(self, model_path: Path, drafter: str | Path | None, experts: ExpertForm) -> Path | None:
-        """Take the costs of an earlier start on this machine, if there are any; returns where they are kept."""
-        if drafter is None or not self.config.auto_lengths:
+    def _find_costs(self, model_path: Path, drafter_path: Path, experts: ExpertForm) -> Path | None:
+        """Take the costs that an earlier start measured, if it did; the file they are or will be in."""
+        if not self.config.auto_lengths:
             return None
-        file = self._name_cost_file(model_path, Path(drafter), experts)
-        if (costs := recall_costs(file)) is not None:
-            self._runner.take_costs(costs)
-        return file
-
-    def _name_cost_file(self, model_path: Path, drafter_path: Path, experts: ExpertForm) -> Path:
         settings = {
             "dtype": str(self._target.embedding.dtype),
             "experts": experts,
@@ -206,7 +201,10 @@ class LLM:
             "max_model_len": self.max_model_len,
             "drafts": self.config.num_draft_tokens,
         }
-        return cost_file(model_path, drafter_path, self._device, settings)
+        file = cost_file(model_path, drafter_path, self._device, settings)
+        if (costs := recall_costs(file)) is not None:
+            self._runner.take_costs(costs)
+        return file
 
     @property
     def metrics(self) -> EngineMetrics:

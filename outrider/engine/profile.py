@@ -129,12 +129,13 @@ def profile_rounds(runner: Runner, config: EngineConfig, vocab_size: int, *, lim
     """
     measured, dice, begin = _Measured(), random.Random(0), perf_counter()
     sizes = _sizes(config.scheduler.max_num_seqs)
-    work = [(size, min(PROMPT, config.scheduler.max_model_len // 4)) for size in sizes]
+    work = [(size, PROMPT) for size in sizes]
     if config.scheduler.max_model_len >= 2 * LONG_PROMPT:
         work.append((1, LONG_PROMPT))  # last: it only tells what context costs
-    for num_sequences, num_prompt in work:
+    for num_sequences, wanted in work:
         seats = _seats(config, num_sequences)
-        if not seats or num_prompt < 1 or perf_counter() - begin > limit_s:
+        num_prompt = min(wanted, _room(seats, config) // 2)
+        if num_prompt < 1 or perf_counter() - begin > limit_s:
             continue
         _prefill(runner, config, seats, num_prompt, vocab_size, dice)
         for num_drafts, counts in _shapes(num_sequences, config.num_draft_tokens):
@@ -176,9 +177,13 @@ def _seats(config: EngineConfig, num_sequences: int) -> list[_Seated]:
     ]
 
 
+def _room(seats: Sequence[_Seated], config: EngineConfig) -> int:
+    """Tokens that each sequence may have."""
+    return min(len(seats[0].page_ids) * config.cache.page_size, config.scheduler.max_model_len) if seats else 0
+
+
 def _has_room(seats: Sequence[_Seated], config: EngineConfig) -> bool:
-    room = min(len(seats[0].page_ids) * config.cache.page_size, config.scheduler.max_model_len)
-    return max(seat.num_tokens for seat in seats) + 1 + config.num_draft_tokens <= room
+    return max(seat.num_tokens for seat in seats) + 1 + config.num_draft_tokens <= _room(seats, config)
 
 
 def _prefill(

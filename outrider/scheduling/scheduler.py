@@ -23,6 +23,7 @@ from outrider.plan import ScheduledSequence, SequenceChoice, StepPlan, StepResul
 from outrider.request import FinishReason, Request, RequestUpdate
 from outrider.scheduling.admission import num_pages_for, resolve_max_new_tokens
 from outrider.scheduling.cut import Cut, append_until_end
+from outrider.scheduling.drafting import Drafting
 from outrider.scheduling.seats import Seats
 from outrider.scheduling.sequence import Sequence, SequenceStatus, StopText
 from outrider.scheduling.sharing import PromptSharing
@@ -54,8 +55,7 @@ class Scheduler:
     ) -> None:
         self._config = config
         self._cache = cache
-        self._num_draft_tokens = num_draft_tokens
-        self._drafter_context = drafter_context
+        self._drafting = Drafting(num_draft_tokens=num_draft_tokens, drafter_context=drafter_context)
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._seats = Seats(config.max_num_seqs, cache)
@@ -125,12 +125,7 @@ class Scheduler:
         """
         if request.request_id in self._unfinished:
             raise RequestError(f"request_id={request.request_id!r} is in use; choose another")
-        wanted = request.sampling.speculation
-        if isinstance(wanted, int) and wanted > self._num_draft_tokens:
-            raise RequestError(
-                f"speculation={wanted} exceeds the {self._num_draft_tokens} drafts per round of this engine; lower it "
-                "or use 'auto'"
-            )
+        self._drafting.check(request.sampling.speculation)
         eos = frozenset() if request.sampling.ignore_eos else self._eos_token_ids
         sequence = Sequence(
             request=request,
@@ -275,7 +270,7 @@ class Scheduler:
         # worth a seat: they take free pages, and are clipped to those.
         num_left = sequence.max_new_tokens - sequence.num_output_tokens
         num_known = sequence.num_computed_tokens + 1
-        num_drafts = self._num_wanted_drafts(sequence, num_known)
+        num_drafts = self._drafting.num_wanted(sequence.request.sampling.speculation, num_known)
         num_drafts = min(num_drafts, num_left - 1)
         num_drafts = min(num_drafts, self._seats.grow(sequence, num_known + num_drafts) - num_known)
         return ScheduledSequence(
@@ -292,13 +287,6 @@ class Scheduler:
             choice=_choice(sequence),
             speculation=sequence.request.sampling.speculation,
         )
-
-    def _num_wanted_drafts(self, sequence: Sequence, num_known: int) -> int:
-        """Drafts that the request asks for and the drafter can place behind so many tokens."""
-        wanted = sequence.request.sampling.speculation
-        if wanted == "off" or (self._drafter_context is not None and num_known > self._drafter_context):
-            return 0
-        return self._num_draft_tokens if wanted == "auto" else wanted
 
     def _prompt_chunks(self) -> list[ScheduledSequence]:
         chunks = []

@@ -8,7 +8,7 @@ calibrated confidence. After the round: costs, survival and gains are corrected 
 Sequences that accept by coins get their whole budget or nothing, decided from the outcomes of earlier rounds alone.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 
@@ -35,6 +35,7 @@ MEAN_MEMORY = 0.03  # weight of a proposal in the mean of all requests
 OUTCOME_MEMORY = 0.98
 SUREST = 0.98
 WORTH_MEMORY = 0.95
+MOST_LEARNERS = 16  # proposals of a round that are learnt from, or up to twice as many
 COMMON = 4  # probes fall on every fourth round: a proposal for many costs little more than for one
 
 
@@ -276,9 +277,10 @@ class AutoLengths:
         )
 
     def _learn(self, record: RoundRecord, now: _Round) -> None:
-        curves, gained, probed = [], 0, now.probe_loss
+        curves, probed = [], now.probe_loss
+        gained = sum(record.num_accepted) - sum([record.num_accepted[index] for index in now.forced])
         row_loss = self._row_loss(record, now)
-        for index in record.proposed:
+        for index in self._learners(record, now):
             item, length, accepted = record.scheduled[index], record.verify_lengths[index], record.num_accepted[index]
             track = self._track(item)
             if index in now.survivals:
@@ -297,8 +299,6 @@ class AutoLengths:
                 curve = GainCurve.level(accepted, length, 1)
                 track.learn(curve, accepted)
                 self._coins_mean.learn(curve, MEAN_MEMORY)
-            if item.speculation == "auto":
-                gained += accepted
             if index in now.probes:
                 probed += length * row_loss - accepted / now.num_decodes
         if curves:
@@ -311,6 +311,14 @@ class AutoLengths:
         self._budget.record(loss, expected=now.expected, probed=max(probed, 0.0))
         self._earned = WORTH_MEMORY * self._earned + 1 + sum(record.num_accepted) / now.num_decodes
         self._spent = WORTH_MEMORY * self._spent + taken
+
+    def _learners(self, record: RoundRecord, now: _Round) -> Collection[int]:
+        """Whose proposals are learnt from: of very many a different part in every round, and every probe."""
+        parts = len(record.proposed) // MOST_LEARNERS
+        if parts < 2:
+            return record.proposed
+        turn = self._num_rounds % parts
+        return [index for index in record.proposed if index % parts == turn or index in now.probes]
 
     def _row_loss(self, record: RoundRecord, now: _Round) -> float:
         """Plain rounds that a verified draft of this round took."""

@@ -13,9 +13,12 @@ caller must fix the rows before the drafts are drawn and leaves them out here.
 Source: dspark sections 3.4 and 3.6; the whole list is searched, because costs come in stairs.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import neg
+from typing import NamedTuple
 
 __all__ = ["Candidate", "ProposalChoice", "RowChoice", "decide_proposals", "decide_rows"]
 
@@ -68,21 +71,19 @@ def _lengths(survivals: Sequence[Sequence[float]], merged: list[float], num_chos
     if num_chosen == len(merged):
         return tuple(map(len, survivals))
     least = merged[num_chosen - 1]
-    lengths, num_left, equal = [], num_chosen, []
-    for drafts in survivals:
-        above = sum([survival > least for survival in drafts])
-        lengths.append(above)
-        equal.append(sum([survival == least for survival in drafts]))
-        num_left -= above
-    for index, count in enumerate(equal):
-        taken = min(count, num_left)
+    # Each list falls, so what lies above, or not below, is a prefix of it.
+    lengths = [bisect_left(drafts, -least, key=neg) for drafts in survivals]
+    num_left = num_chosen - sum(lengths)
+    for index, drafts in enumerate(survivals):
+        if num_left == 0:
+            break
+        taken = min(bisect_right(drafts, -least, key=neg) - lengths[index], num_left)
         lengths[index] += taken
         num_left -= taken
     return tuple(lengths)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """What a request's next proposal is expected to bring at the present price of a row."""
 
     gain: float  # tokens

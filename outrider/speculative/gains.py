@@ -64,8 +64,9 @@ class GainCurve:
     def learn(self, curve: "GainCurve", least_share: float) -> None:
         """Move towards the curve of a new proposal."""
         share = max(1 / (self.num_seen + 1), least_share)
-        self.gains = [old + share * (new - old) for old, new in zip(self.gains, curve.gains, strict=True)]
-        self.rows = [old + share * (new - old) for old, new in zip(self.rows, curve.rows, strict=True)]
+        keep = 1 - share
+        self.gains = [keep * old + share * new for old, new in zip(self.gains, curve.gains, strict=True)]
+        self.rows = [keep * old + share * new for old, new in zip(self.rows, curve.rows, strict=True)]
         self.num_seen += curve.num_seen
 
     def at(self, price: float) -> tuple[float, float]:
@@ -159,7 +160,8 @@ class Track:
         """
         ratio *= self.doubt.ratio * (RETURNING if self.is_paused else STAYING)
         gain, rows = self.curve.at(price / max(ratio, 1e-3))
-        return Candidate(gain=min(gain * ratio, budget), rows=min(rows, budget))
+        gain *= ratio
+        return Candidate(gain if gain < budget else budget, rows if rows < budget else budget)
 
     def learn(self, curve: GainCurve, accepted: int) -> None:
         """Take in one judged proposal."""
