@@ -3,6 +3,8 @@
 Dims: T flat tokens, N rows that need logits, V vocabulary, D model width, A tapped layers.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -101,13 +103,20 @@ class KimiK3Model(nn.Module):
 
     def prepare(self) -> None:
         """Derive what the weights imply; the loader calls it after filling them."""
-        # The embedding is indexed, not multiplied with; what is no matrix or no bfloat16 is left alone.
-        pack_weights(self.linear, (weight for weight in self.parameters() if weight is not self.embedding))
+        pack_weights(self.linear, self._multiplied())
         for layer in self._layers:
             layer.attention.prepare()
             if isinstance(layer.ffn, MoeFfn):
                 layer.ffn.prepare()
         pin_attributes(self)
+
+    def _multiplied(self) -> Iterator[torch.Tensor]:
+        """Every matrix that rows are multiplied with, in the order of use, and parameters that are none."""
+        for layer in self._layers:
+            # Prompts multiply latents, not rows, with kv_b_proj; decode and verify rows its absorbed halves.
+            latents = layer.attention.kv_b_proj if isinstance(layer.attention, MlaAttention) else None
+            yield from (weight for weight in layer.parameters() if weight is not latents)
+        yield self.lm_head
 
     def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
         """Tap "after layer t" for each 0-based t, in the given order; -1 is the embedding.
