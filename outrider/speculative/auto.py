@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from outrider.plan import DraftReason, ScheduledSequence, SpeculationReport
+from outrider.speculative.confidence import SurvivalEstimator
 from outrider.speculative.cost import RoundCosts
 from outrider.speculative.decide import Candidate, decide_proposals, decide_rows
 from outrider.speculative.gains import Doubt, GainCurve, LossBudget, Outcomes, Track, spread
 from outrider.speculative.lengths import RoundRecord, no_draft_reason
-from outrider.speculative.survival import RatioSurvival, SurvivalModel
+from outrider.speculative.survival import SurvivalModel
 
 __all__ = ["AutoLengths"]
 
@@ -71,7 +72,7 @@ class AutoLengths:
 
     Args:
         num_draft_tokens: drafts of a whole proposal.
-        survival: calibrates confidence; None takes ratios of outcomes.
+        survival: calibrates confidence; None starts from the head's own word.
         costs: profiled before; None learns them while serving.
         prior: survival of the drafts of a typical proposal, as measured for this pair; None knows nothing.
         clock: seconds; replaced in tests.
@@ -90,7 +91,7 @@ class AutoLengths:
     ) -> None:
         self.costs = costs or RoundCosts()
         self._num_draft_tokens = num_draft_tokens
-        self._survival = survival or RatioSurvival(num_draft_tokens)
+        self._survival = survival or SurvivalEstimator(num_draft_tokens)
         self._clock = clock
         self._tracks: dict[int, Track] = {}  # by state slot
         typical = list(prior or (FIRST_CONFIDENCE**count for count in range(1, num_draft_tokens + 1)))
