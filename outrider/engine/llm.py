@@ -134,12 +134,7 @@ class LLM:
             if dspark is not None:
                 dspark.reserve(max_num_seqs)
             self._runner = Runner(
-                self._target,
-                dspark or NullDrafter(),
-                self.config,
-                self._device,
-                calibration=calibration,
-                watch=watch,
+                self._target, dspark or NullDrafter(), self.config, self._device, calibration=calibration, watch=watch
             )
             self.engine: Engine = build_engine(
                 self._target,
