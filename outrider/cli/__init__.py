@@ -18,11 +18,13 @@ from outrider.cli.arguments import (
     BenchNumerics,
     BenchStartup,
     BenchStep,
+    Calibrate,
     Command,
     Demo,
     Generate,
     Inspect,
     Logits,
+    Replay,
     Verify,
 )
 from outrider.errors import UserError
@@ -40,6 +42,8 @@ FUNCTIONS: Mapping[type, tuple[str, str]] = {
     Inspect: ("outrider.cli.inspect", "run_inspect"),
     Logits: ("outrider.cli.logits", "run_logits"),
     Verify: ("outrider.cli.verify", "run_verify"),
+    Calibrate: ("outrider.cli.calibrate", "run_calibrate"),
+    Replay: ("outrider.cli.replay", "run_replay"),
 }
 """Module and function of each command. A command imports what it needs, not what the others need."""
 

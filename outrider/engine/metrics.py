@@ -84,6 +84,9 @@ class EngineMetrics:
     drafted_at: Counter[int] = field(default_factory=Counter)  # by draft position, from 0
     accepted_at: Counter[int] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)  # by finish reason
+    draft_reasons: Counter[str] = field(default_factory=Counter)  # why decode spans had drafts or none
+    verify_length: float = 0.0  # gauge: drafts per decode span of the last round with any
+    break_even: float = 0.0  # gauge: tokens per round that drafting must reach to pay; 0 while unknown
     propose_s: float = 0.0
     batch_s: float = 0.0
     forward_s: float = 0.0
@@ -112,6 +115,11 @@ class EngineMetrics:
                 drafted_at[position] += 1
             for position in range(accepted):
                 accepted_at[position] += 1
+        report = result.speculation
+        if report is not None:
+            self.draft_reasons.update(report.reasons)
+            self.verify_length = sum(result.num_drafted) / len(report.reasons)
+            self.break_even = report.break_even
         timings = result.timings
         self.propose_s += timings.propose_s
         self.batch_s += timings.batch_s

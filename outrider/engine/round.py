@@ -90,6 +90,7 @@ def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
         logprobs=decided.logprobs,
         num_steps=len(outcomes),
         num_rows=num_rows,
+        speculation=parts.lengths.report(),
         num_proposed=len(proposal.proposed),
         timings=timings,
     )

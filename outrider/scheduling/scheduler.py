@@ -23,6 +23,7 @@ from outrider.plan import ScheduledSequence, SequenceChoice, StepPlan, StepResul
 from outrider.request import FinishReason, Request, RequestUpdate
 from outrider.scheduling.admission import num_pages_for, resolve_max_new_tokens
 from outrider.scheduling.cut import Cut, append_until_end
+from outrider.scheduling.drafting import Drafting
 from outrider.scheduling.seats import Seats
 from outrider.scheduling.sequence import Sequence, SequenceStatus, StopText
 from outrider.scheduling.sharing import PromptSharing
@@ -37,6 +38,7 @@ class Scheduler:
         config: row, token and seat budgets.
         cache: page size and number of pages.
         num_draft_tokens: drafts per round at most; 0 = plain decoding.
+        drafter_context: tokens of context behind which nothing is drafted; None = everywhere.
         eos_token_ids: ids that end a request unless it sets ``ignore_eos``.
         vocab_size: an output id that is not below it marks logits that are not finite.
     """
@@ -49,10 +51,11 @@ class Scheduler:
         num_draft_tokens: int,
         eos_token_ids: frozenset[int],
         vocab_size: int,
+        drafter_context: int | None = None,
     ) -> None:
         self._config = config
         self._cache = cache
-        self._num_draft_tokens = num_draft_tokens
+        self._drafting = Drafting(num_draft_tokens=num_draft_tokens, drafter_context=drafter_context)
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._seats = Seats(config.max_num_seqs, cache)
@@ -61,8 +64,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}  # in order of arrival
         self._preempted: list[Sequence] = []  # in order of arrival
-        self._num_plans = 0
-        self._num_arrivals = 0
+        self._num_plans = self._num_arrivals = 0
 
     @property
     def has_work(self) -> bool:
@@ -122,6 +124,7 @@ class Scheduler:
         """
         if request.request_id in self._unfinished:
             raise RequestError(f"request_id={request.request_id!r} is in use; choose another")
+        self._drafting.check(request.sampling.speculation)
         eos = frozenset() if request.sampling.ignore_eos else self._eos_token_ids
         sequence = Sequence(
             request=request,
@@ -259,8 +262,7 @@ class Scheduler:
     def _num_entry_pages(self, sequence: Sequence) -> int:
         if not self._config.oversubscribe:
             return self._num_life_pages(sequence)
-        num_tokens = max(sequence.num_prompt_tokens, sequence.num_computed_tokens + 1)
-        return num_pages_for(num_tokens, self._cache.page_size)
+        return num_pages_for(max(sequence.num_prompt_tokens, sequence.num_computed_tokens + 1), self._cache.page_size)
 
     def _num_headroom_pages(self) -> int:
         """A page for each running sequence that may grow, or whoever enters would be preempted at once."""
@@ -270,12 +272,10 @@ class Scheduler:
         # More drafts than tokens that may still follow the final one could never be emitted. Nor are drafts
         # worth a seat: they take free pages, and are clipped to those.
         request, start = sequence.request, sequence.num_computed_tokens
-        num_drafts = 0
-        if self._num_draft_tokens and request.sampling.speculation:
-            num_left = sequence.max_new_tokens - sequence.num_output_tokens
-            num_drafts = min(self._num_draft_tokens, num_left - 1)
-            if num_drafts:
-                num_drafts = min(num_drafts, self._seats.grow(sequence, start + 1 + num_drafts) - (start + 1))
+        num_drafts = self._drafting.num_wanted(request.sampling.speculation, start + 1)
+        if num_drafts:
+            num_drafts = min(num_drafts, sequence.max_new_tokens - sequence.num_output_tokens - 1)
+            num_drafts = min(num_drafts, self._seats.grow(sequence, start + 1 + num_drafts) - (start + 1))
         resumed, sequence.on_host = sequence.on_host, False  # this plan copies it in
         return ScheduledSequence(
             request_id=request.request_id,
@@ -289,6 +289,7 @@ class Scheduler:
             is_first=False,
             is_resumed=resumed,
             choice=None if sequence.takes_argmax else _choice(sequence),
+            speculation=request.sampling.speculation,
         )
 
     def _prompt_chunks(self, in_prompt: list[Sequence]) -> list[ScheduledSequence]:

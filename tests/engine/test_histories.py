@@ -36,7 +36,7 @@ from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.registry import load_target
 from outrider.ops import kda_step
 from outrider.plan import SharedPrompt
-from outrider.request import RequestUpdate, SamplingParams
+from outrider.request import RequestUpdate, SamplingParams, Speculation
 from outrider.scheduling import Scheduler, Sequence
 from outrider.scheduling.seats import Seats
 from outrider.scheduling.sharing import PromptSharing
@@ -163,15 +163,15 @@ class EngineHistory(RuleBasedStateMachine):
         )
         self.history, self.abort_rest = History(self.toy, limits, seed), abort_rest
         for prompt in asked:
-            self.submit(prompt, 11, None, True)
+            self.submit(prompt, 11, None, "auto")
 
     @rule(
         prompt=st.integers(0, len(PROMPT_LENGTHS) - 1),
         max_tokens=st.sampled_from([0, 1, 2, 3, 5, 8, 11, None]),
         stop_at=st.one_of(st.none(), st.integers(0, 9)),
-        speculation=st.sampled_from([True, True, False]),
+        speculation=st.sampled_from(["auto", "auto", "off"]),
     )
-    def submit(self, prompt: int, max_tokens: int | None, stop_at: int | None, speculation: bool) -> None:
+    def submit(self, prompt: int, max_tokens: int | None, stop_at: int | None, speculation: Speculation) -> None:
         prompt_ids = self.toy.prompts[prompt]
         output = self.toy.solo(prompt_ids).token_ids[len(prompt_ids) :]
         sampling = SamplingParams(

@@ -3,6 +3,7 @@
 Every tensor of the file is used, verified and dropped, or refused by name; every parameter is filled.
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from outrider.models.weights import (
     fill_parameters,
 )
 
-__all__ = ["TargetTables", "check_headers", "load_model", "normalise_name"]
+__all__ = ["TargetTables", "check_headers", "confidence_digest", "load_model", "normalise_name"]
 
 _PREFIXES = ("model.", "draft_model.", "logit_head.")
 _RENAMED = {"context_proj": "fc", "context_norm": "hidden_norm", "final_norm": "norm"}
@@ -67,6 +68,21 @@ def load_model(path: Path, tables: TargetTables, *, dtype: torch.dtype, device: 
         if model.d2t is not None:
             _check_vocabulary_map(model.d2t.cpu(), config, reader, names)
     return model
+
+
+def confidence_digest(path: Path) -> str:
+    """SHA-256 of the confidence head's weights as they are stored; "" for a drafter without the head.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+    """
+    with CheckpointReader(path) as reader:
+        names = _canonical_names(reader)
+        heads = sorted(name for name in names if name.startswith("confidence_head."))
+        digest = hashlib.sha256()
+        for name in heads:
+            digest.update(reader.load(names[name]).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest() if heads else ""
 
 
 def check_headers(reader: CheckpointReader, model: DSparkModel) -> None:

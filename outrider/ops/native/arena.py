@@ -7,6 +7,7 @@ memory. Linux hands them out by ``madvise`` where ``/sys/kernel/mm/transparent_h
 """
 
 import mmap
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
@@ -51,7 +52,7 @@ class Arena:
 def _huge_pages(num_bytes: int) -> torch.Tensor:
     """Uninitialised bytes from the begin of a huge page to the end of one."""
     num_bytes = -(-num_bytes // HUGE_PAGE) * HUGE_PAGE
-    if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
+    if sys.platform != "linux":
         return torch.empty(num_bytes, dtype=torch.uint8)
     try:
         # Shared memory, the default, has rules of its own; one page more, as the kernel may start anywhere.
