@@ -49,6 +49,7 @@ class ArmOptions:
     probe: Literal["auto", "force", "skip"]
     limits: EngineLimits | None = None
     drafter_type: Callable[..., DSparkDrafter] = DSparkDrafter
+    lookup: bool = True
 
 
 def open_arms(arms: Sequence[ArmSpec], options: ArmOptions) -> dict[str, LLM]:
@@ -71,6 +72,7 @@ def open_arms(arms: Sequence[ArmSpec], options: ArmOptions) -> dict[str, LLM]:
                 max_num_seqs=options.max_num_seqs,
                 limits=options.limits,
                 drafter_type=options.drafter_type,
+                lookup=options.lookup,
                 numerics=options.numerics,
                 probe=options.probe,
                 progress=progress,
