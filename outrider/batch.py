@@ -6,12 +6,13 @@ are not the plain argmax, R their rows among the N, B pairs of a row and a draft
 C sequences that judge drafts with coins.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
 __all__ = [
+    "BatchPlace",
     "CoinSpans",
     "DraftBlock",
     "DraftSampling",
@@ -43,11 +44,24 @@ class SpanGroup:
     starts: tuple[int, ...]  # absolute position of each sequence's first row (host copy)
     padded_rows_SM: torch.Tensor  # int64 [S, max(lengths)]: index into rows_T, 0 where padded
     valid_SM: torch.Tensor  # bool [S, max(lengths)]
+    limits_SM: torch.Tensor  # int64 [S, max(lengths)]: keys each row may see, 1 where padded
+    num_keys_S: torch.Tensor  # int64, keys that each sequence has after its last row
 
     @property
     def max_length(self) -> int:
         """Rows of the longest span of the group; 0 for an empty group."""
         return max(self.lengths, default=0)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class BatchPlace:
+    """Memory that the batches of one shape take in turns: every tensor of the next one lies where this one's lies.
+
+    Whoever runs a batch may keep here what holds for the place, such as a recorded step.
+    """
+
+    num_batches: int = 0  # so far
+    kept: dict[object, object] = field(default_factory=dict)  # by who keeps it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +83,9 @@ class ForwardBatch:
     step: SpanGroup  # decode and verify rows (may be empty)
     page_size: int
     max_context: int  # host: largest context_lens_T of the batch, in tokens (0 when empty)
+    # Set where all tensors lie in a place, which makes them valid until the next batch of the same shape is built.
+    # A copy of the batch with another tensor has none.
+    place: BatchPlace | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -124,6 +141,9 @@ class DraftBlock:
     # Distribution that each draft was drawn from, given the drafts before it, over target ids; None when
     # no sequence draws, or when drafts are a function of the committed tokens.
     probs_SGV: torch.Tensor | None = None
+    # Host: rows whose drafts were read from the text and not asked of a model: they cost nothing, and their
+    # confidence is measured, not a head's.
+    read_rows: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

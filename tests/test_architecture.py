@@ -16,7 +16,7 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="u
 FLAGS = {
     "Generate": "model drafter speculation prompt prompt_ids chat max_tokens min_tokens temperature top_k top_p min_p "
     "repetition_penalty presence_penalty frequency_penalty logit_bias seed n stop ignore_eos logprobs acceptance json "
-    "dtype device experts numerics probe threads",
+    "dtype device experts numerics record_rounds probe threads",
     "Demo": "model drafter max_tokens threads numerics probe",
     "Bench": "kind",
     "BenchNumerics": "model rows context repeats threads dtype device experts json",
@@ -26,7 +26,10 @@ FLAGS = {
     "numerics probe json plot record",
     "BenchStartup": "model drafter repeats threads dtype device experts numerics probe json record",
     "BenchAb": "model drafter prompts tiers concurrency prompt_length num_prompts max_tokens arms repeats max_repeats "
-    "time_budget threads speculation drafter_fault dtype device experts numerics probe json record",
+    "time_budget threads speculation drafter_fault dtype device experts numerics probe json record_rounds record",
+    "Calibrate": "model drafter prompts held_out num_prompts temperatures rules seed max_tokens concurrency out "
+    "json plot threads dtype device experts",
+    "Replay": "file policy costs concurrency seed repeats json",
     "Inspect": "path json",
     "Logits": "model prompt_ids json dtype device experts numerics probe threads",
     "Verify": "model drafter prompts max_tokens full inject taps json threads dtype device experts",
@@ -71,5 +74,5 @@ def test_flags_are_frozen() -> None:
 
 def test_every_flag_is_documented() -> None:
     page = (ROOT / "docs/reference/cli.md").read_text(encoding="utf-8")
-    flags = {flag for text in FLAGS.values() for flag in text.split()} - {"kind", "model", "path"}
+    flags = {flag for text in FLAGS.values() for flag in text.split()} - {"kind", "model", "path", "file"}
     assert not [flag for flag in sorted(flags) if f"--{flag.replace('_', '-')}" not in page]

@@ -89,7 +89,7 @@ def run_cell(
     """
     key, sampling = workload.key, workload.sampling
     # An engine with a drafter whose requests want no drafts: what taps and context cost alone.
-    sampling_of = {n: dataclasses.replace(sampling, speculation=False) if n == OFF else sampling for n in engines}
+    sampling_of = {n: dataclasses.replace(sampling, speculation="off") if n == OFF else sampling for n in engines}
     groups = [[prompt] for prompt in workload.prompts] if key.concurrency == 1 else [list(workload.prompts)]
     for name, engine in engines.items():
         warm_up(engine, workload, sampling_of[name])

@@ -9,8 +9,6 @@ from outrider.errors import ConfigError
 __all__ = ["AUTO", "OFF", "PLAIN", "SPEC", "ArmSpec", "fixed_arm", "main_arm", "parse_arm", "parse_arms"]
 
 PLAIN, AUTO, OFF, SPEC = "plain", "auto", "off", "spec"
-AUTO_SPELLINGS = (AUTO, "adaptive")
-AUTO_SPECULATION = "adaptive"  # the engine's word for what the arm `auto` runs
 FIXED = re.compile(r"fixed(\d{1,3})")
 
 
@@ -35,11 +33,11 @@ def fixed_arm(num_drafts: int, name: str = "") -> ArmSpec:
 
 
 def parse_arm(name: str, *, spec: str | int = AUTO) -> ArmSpec:
-    """The arm of a name: plain, off, auto (also spelt adaptive), fixedK.
+    """The arm of a name: plain, off, auto, fixedK.
 
     Args:
         name: as on the command line.
-        spec: what the arm `spec` of older command lines runs: auto, adaptive or a number of drafts.
+        spec: what the arm `spec` of older command lines runs: auto or a number of drafts.
 
     Raises:
         ConfigError: there is no such arm, or it would have no drafts.
@@ -47,17 +45,17 @@ def parse_arm(name: str, *, spec: str | int = AUTO) -> ArmSpec:
     if name == PLAIN:
         return ArmSpec(name=PLAIN, with_drafter=False)
     if name == OFF:
-        return ArmSpec(name=OFF, with_drafter=True, speculation=AUTO_SPECULATION)
+        return ArmSpec(name=OFF, with_drafter=True, speculation=AUTO)
     if name == SPEC:
         if spec in ("off", 0):
             raise ConfigError(f"--speculation {spec} leaves the arm spec without drafts; use --arms plain,off")
         if isinstance(spec, int):
             return fixed_arm(spec, SPEC)
-        if spec not in AUTO_SPELLINGS:
+        if spec != AUTO:
             raise ConfigError(f"--speculation {spec!r} is unknown; use auto or a number of drafts")
-        return ArmSpec(name=SPEC, with_drafter=True, speculation=AUTO_SPECULATION, drafts=True)
-    if name in AUTO_SPELLINGS:
-        return ArmSpec(name=AUTO, with_drafter=True, speculation=AUTO_SPECULATION, drafts=True)
+        return ArmSpec(name=SPEC, with_drafter=True, speculation=AUTO, drafts=True)
+    if name == AUTO:
+        return ArmSpec(name=AUTO, with_drafter=True, speculation=AUTO, drafts=True)
     match = FIXED.fullmatch(name)
     if match is None or int(match[1]) == 0:
         raise ConfigError(f"arm {name!r} is unknown; use plain, off, auto, or fixedK with K drafts, such as fixed7")

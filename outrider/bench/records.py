@@ -4,11 +4,13 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["PHASES", "PassRecord", "PromptRecord"]
+__all__ = ["MODEL_PHASES", "PHASES", "PassRecord", "PromptRecord"]
 
 PHASES = ("propose", "forward", "accept", "commit", "observe", "host")
 """Parts of a round, in order. `observe` feeds committed rows to the drafter; `host` is the rest of the step:
 planning, building the batch, bookkeeping."""
+MODEL_PHASES = ("propose", "forward", "observe")
+"""What the two models do; everything else in a round is host overhead, `host_ms` in reports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

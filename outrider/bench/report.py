@@ -105,12 +105,16 @@ def draft_table(cells: Sequence[CellSummary]) -> Table:
 
 
 def round_table(cells: Sequence[CellSummary]) -> Table:
-    """Where the decode time goes: ms per round of decode rows only, by part."""
-    table = _table("Where a round's time goes: ms per round", ("cell", "arm"), (*PHASES, "round"))
+    """Where the decode time goes: ms per round of decode rows only, by part.
+
+    `no model` is all but propose, forward and observe.
+    """
+    table = _table("Where a round's time goes: ms per round", ("cell", "arm"), (*PHASES, "round", "no model"))
     for cell, name, arm, label in _arms_of(cells):
         parts = [_per_round(arm, arm.phase_s[part]) for part in PHASES]
         last = name == list(cell.arms)[-1]
-        table.add_row(label, name, *parts, _per_round(arm, sum(arm.phase_s.values())), end_section=last)
+        whole = _per_round(arm, sum(arm.phase_s.values()))
+        table.add_row(label, name, *parts, whole, _number(arm.host_ms, 3), end_section=last)
     return table
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from outrider.bench.arm import AUTO, PLAIN, main_arm
 from outrider.bench.loops import ends_in_loop
 from outrider.bench.ratios import Ratio, Verdict, paired_ratio, verdict_of
-from outrider.bench.records import PHASES, PassRecord, PromptRecord
+from outrider.bench.records import MODEL_PHASES, PHASES, PassRecord, PromptRecord
 
 __all__ = [
     "ArmSummary",
@@ -53,6 +53,7 @@ class ArmSummary:
     num_drafted: int
     num_accepted: int
     phase_s: Mapping[str, float]
+    host_ms: float  # per decode step, outside MODEL_PHASES
     output_sha256: str
 
 
@@ -134,6 +135,9 @@ def summarise_arm(passes: Passes) -> ArmSummary:
         drafted_at.update(one.drafted_at)
         accepted_at.update(one.accepted_at)
     decode_s, window_s = sum(one.decode_s for one in passes), sum(one.window_s for one in passes)
+    num_decode_steps = sum(one.num_decode_steps for one in passes)
+    phase_s = {name: sum(one.phase_s[name] for one in passes) for name in PHASES}
+    host_s = sum(seconds for name, seconds in phase_s.items() if name not in MODEL_PHASES)
     num_rounds = sum(one.num_rounds for one in passes)
     num_proposing = sum(one.num_proposing_rounds for one in passes)
     num_slot_rounds = sum(record.num_rounds for record in records)
@@ -154,11 +158,12 @@ def summarise_arm(passes: Passes) -> ArmSummary:
         decode_s=decode_s,
         mixed_s=sum(one.mixed_s for one in passes),
         prefill_s=sum(one.prefill_s for one in passes),
-        num_decode_steps=sum(one.num_decode_steps for one in passes),
+        num_decode_steps=num_decode_steps,
         num_proposing_rounds=num_proposing,
         num_drafted=num_drafted,
         num_accepted=num_accepted,
-        phase_s={name: sum(one.phase_s[name] for one in passes) for name in PHASES},
+        phase_s=phase_s,
+        host_ms=1e3 * _ratio(host_s, num_decode_steps),
         output_sha256=_hash_of_all(passes[0].prompts),
     )
 

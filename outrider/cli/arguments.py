@@ -8,6 +8,7 @@ from typing import Annotated
 
 import tyro
 
+from outrider.cli.arguments_offline import Calibrate, Replay
 from outrider.cli.flags import Acceptance, Biases, Dtype, Experts, Ints, Model, Names, Numerics, Probe, Reals
 
 __all__ = [
@@ -17,11 +18,13 @@ __all__ = [
     "BenchNumerics",
     "BenchStartup",
     "BenchStep",
+    "Calibrate",
     "Command",
     "Demo",
     "Generate",
     "Inspect",
     "Logits",
+    "Replay",
     "Verify",
 ]
 
@@ -35,7 +38,7 @@ class Generate:
     drafter: str = ""
     """DSpark checkpoint directory, or its name under models/; none = plain decoding."""
     speculation: str = "auto"
-    """auto = the whole block in every round, adaptive = as much as pays, off = none, or a number of drafts."""
+    """auto = as much as pays, off = none, or a number of drafts in every round."""
     prompt: str = ""
     """The prompt as text."""
     prompt_ids: Ints = ()
@@ -84,6 +87,8 @@ class Generate:
     """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
     numerics: Numerics = "exact"
     """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    record_rounds: str = ""
+    """File for one JSON line per round, for `outrider replay`; bounded, and it costs some time."""
     probe: Probe = "auto"
     """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
     threads: int = 0
@@ -154,6 +159,8 @@ class BenchAb:
     """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
     json: str = ""
     """File for the results."""
+    record_rounds: str = ""
+    """File for one JSON line per round, the arm before its suffix, for `outrider replay`; it costs some time."""
     record: bool = False
     """Also append the results to benchmarks/ledger.jsonl in the working directory."""
 
@@ -381,4 +388,6 @@ Command = (
     | Annotated[Logits, subcommand("logits")]
     | Annotated[tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Bench]], subcommand("bench")]
     | Annotated[Verify, subcommand("verify")]
+    | Annotated[Calibrate, subcommand("calibrate")]
+    | Annotated[Replay, subcommand("replay")]
 )

@@ -15,6 +15,8 @@ from outrider.bench.workload import BenchPrompt, PromptSet, draw_prompts
 from outrider.cli.runtime import loading_bar
 from outrider.engine.build import EngineLimits
 from outrider.engine.llm import LLM
+from outrider.engine.round_log import RoundLog
+from outrider.engine.watch import RoundWatch
 from outrider.errors import RequestError
 from outrider.request import SamplingParams
 from outrider.speculative.drafter import DSparkDrafter
@@ -50,6 +52,7 @@ class ArmOptions:
     limits: EngineLimits | None = None
     drafter_type: Callable[..., DSparkDrafter] = DSparkDrafter
     lookup: bool = True
+    record_rounds: str = ""  # file for the rounds, the arm is put before its suffix; "" = none
 
 
 def open_arms(arms: Sequence[ArmSpec], options: ArmOptions) -> dict[str, LLM]:
@@ -76,9 +79,26 @@ def open_arms(arms: Sequence[ArmSpec], options: ArmOptions) -> dict[str, LLM]:
                 numerics=options.numerics,
                 probe=options.probe,
                 progress=progress,
+                watch=_round_watch(arm, options),
             )
+        engines[arm.name].profile_costs()
         logger.info("loaded arm %s in %.1f s", arm.name, time.perf_counter() - begin)
     return engines
+
+
+def _round_watch(arm: ArmSpec, options: ArmOptions) -> RoundWatch | None:
+    """A recorder of the arm's rounds, if they are wanted."""
+    if not options.record_rounds:
+        return None
+    path = Path(options.record_rounds)
+    settings = {
+        "model": options.model.name,
+        "drafter": options.drafter.name,
+        "arm": arm.name,
+        "speculation": arm.speculation,
+        "max_num_seqs": options.max_num_seqs,
+    }
+    return RoundWatch(RoundLog(path.with_name(f"{path.stem}.{arm.name}{path.suffix}"), settings))
 
 
 def tokenizer_of(tokenizer: Tokenizer | None) -> Tokenizer:

@@ -80,7 +80,7 @@ def _record(row: dict[str, Any], cells: Sequence[CellSummary]) -> None:
     """The ledger is shared: where a file lay on this machine says nothing to others, its hash does."""
     settings = row["settings"]
     named = {key: Path(value).name for key in ("model", "drafter", "prompts") if (value := settings[key])}
-    settings = settings | named | {"json": ""}
+    settings = settings | named | {"json": "", "record_rounds": ""}
     append_row(LEDGER, row | {"settings": settings, "cells": cells_to_json(cells, with_outputs=False)})
 
 
@@ -169,6 +169,7 @@ def _options(command: BenchAb, model: Path, workloads: Sequence[Workload], fault
         limits=EngineLimits(max_prefill_tokens=max(EngineLimits().max_prefill_tokens, longest)),
         drafter_type=DSparkDrafter if fault is None else fault,
         lookup=fault is None,  # drafts that no fault reaches would hide what it costs
+        record_rounds=command.record_rounds,
     )
 
 

@@ -44,7 +44,7 @@ def run_bench_acceptance(command: BenchAcceptance) -> int:
         probe=command.probe,
         lookup=False,  # the rules are judged on what the drafter's model draws
     )
-    # A rule is judged on all drafts, not on those that adaptive lengths find worth their time.
+    # A rule is judged on all drafts, not on those that auto finds worth their time.
     arm = fixed_arm(resolve_num_draft_tokens(speculation, read_config(drafter).num_draft_tokens))
     llm = open_arms((arm,), options)[arm.name]
     cells = _measure(command, prompt_set, llm, ways)

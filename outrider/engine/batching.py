@@ -1,24 +1,32 @@
 """From host integers to the index tensors of one step; the only place that builds them.
 
-Host integers travel in one copy. Draft ids never visit the host: their rows are filled by an index
-operation from the block that the drafter left on the device.
+All index tensors of a step lie in one piece of memory, its slab, which is filled by array operations on the host and
+travels in one copy. Draft ids never visit the host: their rows are filled by an index operation from the block that
+the drafter left on the device.
 
-Dims: T flat tokens, S sequences, P pages per sequence, B slots, M longest span, N rows that need
-logits, G draft positions.
+On a CPU, steps of decode and verify rows take turns in slabs: one for each shape, kept with the page table. So all
+batches of a shape lie in one place, which is what recorded steps need, and nothing is allocated.
+
+Dims: S sequences, P pages per sequence, B slots, G draft positions.
 """
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 
-from outrider.batch import ForwardBatch, SpanGroup
+from outrider.batch import BatchPlace, ForwardBatch
+from outrider.engine.slab import Integers, Slab, SlabShape
 from outrider.errors import EngineFault
+from outrider.ops.native.library import library
 from outrider.plan import ScheduledSequence
 
 __all__ = ["PageTable", "StepDrafts", "StepSpans", "build_batch", "upload"]
+
+MAX_PLACES = 128  # shapes of steps whose slabs are kept; each takes some kilobytes, and its recorded step as much again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +58,9 @@ class StepDrafts:
 
 
 class PageTable:
-    """Device copy of every slot's pages. A row is written when a sequence takes its seat or gets more pages.
+    """Every slot's pages, on the host and the device, and the slabs that batches over them take turns in.
+
+    A row is written when a sequence takes its seat or gets more pages.
 
     Args:
         num_slots: rows.
@@ -62,6 +72,9 @@ class PageTable:
     def __init__(self, *, num_slots: int, max_pages: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
         self._table_BP = torch.zeros((num_slots, max_pages), dtype=torch.int64, device=device)
+        # On a CPU the same memory.
+        self._host_BP: Integers = self._table_BP.cpu().numpy()
+        self._slabs: OrderedDict[SlabShape, Slab] = OrderedDict()
 
     @property
     def device(self) -> torch.device:
@@ -70,14 +83,34 @@ class PageTable:
 
     def assign(self, slot: int, page_ids: Sequence[int]) -> None:
         """Give ``slot`` its pages; entries beyond them are 0."""
-        (ids_P,) = upload(self.device, page_ids)
-        self._table_BP[slot] = 0
-        self._table_BP[slot, : len(page_ids)] = ids_P
+        row_P = self._host_BP[slot]
+        row_P[: len(page_ids)] = page_ids
+        row_P[len(page_ids) :] = 0
+        if self.device.type != "cpu":
+            self._table_BP[slot] = torch.from_numpy(row_P).to(self.device)
 
     def rows(self, slots_S: torch.Tensor, num_tokens: int) -> torch.Tensor:
         """Pages ``[S, P]`` of slots, wide enough for ``num_tokens`` tokens and never empty."""
         num_pages = max(1, -(-num_tokens // self.page_size))
         return self._table_BP[:, :num_pages].index_select(0, slots_S)
+
+    @property
+    def host_BP(self) -> Integers:
+        """The table on the host."""
+        return self._host_BP
+
+    def slab(self, shape: SlabShape) -> Slab:
+        """The slab of a shape: the same one again where its batches take turns, else a new one."""
+        if self.device.type != "cpu" or not shape.is_step:
+            return Slab(shape, self.page_size, self.device)
+        slab = self._slabs.get(shape)
+        if slab is None:
+            slab = self._slabs[shape] = Slab(shape, self.page_size, self.device, BatchPlace(), library())
+            if len(self._slabs) > MAX_PLACES:
+                self._slabs.popitem(last=False)
+        else:
+            self._slabs.move_to_end(shape)
+        return slab
 
 
 def upload(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor, ...]:
@@ -96,148 +129,40 @@ def upload(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor,
 def build_batch(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> ForwardBatch:
     """Lay the spans of one step out as a flat batch.
 
-    Cache rows come from the pages of the plan, which the page table has a copy of.
+    Cache rows come from the page table, which has a copy of the pages of the plan. A batch with a ``place`` is valid
+    until the next one of the same shape is built.
 
     Raises:
         EngineFault: a row lies outside the pages reserved for its sequence (invariant I7).
     """
-    page_size = page_table.page_size
-    host = _host_columns(spans, drafts, page_size)
-    (
-        token_ids_T,
-        positions_T,
-        context_lens_T,
-        sequence_T,
-        slot_mapping_T,
-        logits_rows_N,
-        draft_rows,
-        draft_cells,
-        slots_S,
-        lengths_S,
-    ) = upload(
-        page_table.device,
-        host.token_ids,
-        host.positions,
-        host.context_lens,
-        host.sequence,
-        host.slot_mapping,
-        host.logits_rows,
-        host.draft_rows,
-        host.draft_cells,
-        [item.state_slot for item in spans.items],
-        host.lengths,
-    )
-    if host.draft_rows:
-        token_ids_T = token_ids_T.index_copy(0, draft_rows, drafts.token_ids_SG.flatten()[draft_cells])
-    max_context = max(host.context_lens, default=0)
-    num_decodes = spans.num_decodes
-    lengths, starts = tuple(host.lengths), tuple(item.start_position for item in spans.items)
-    num_step_rows = sum(lengths[:num_decodes])
-    ascending_T = torch.arange(len(host.positions), device=page_table.device)
-    return ForwardBatch(
-        token_ids_T=token_ids_T,
-        positions_T=positions_T,
-        context_lens_T=context_lens_T,
-        sequence_T=sequence_T,
-        slot_mapping_T=slot_mapping_T,
-        page_table_SP=page_table.rows(slots_S, max_context),
-        logits_rows_N=logits_rows_N,
-        chunk=_span_group(
-            ascending_T[num_step_rows:],
-            slots_S[num_decodes:],
-            lengths_S[num_decodes:],
-            lengths[num_decodes:],
-            starts[num_decodes:],
-        ),
-        step=_span_group(
-            ascending_T[:num_step_rows],
-            slots_S[:num_decodes],
-            lengths_S[:num_decodes],
-            lengths[:num_decodes],
-            starts[:num_decodes],
-        ),
-        page_size=page_size,
-        max_context=max_context,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostColumns:
-    """The host side of a flat batch."""
-
-    token_ids: list[int]  # 0 where a draft id goes
-    positions: list[int]
-    context_lens: list[int]
-    sequence: list[int]
-    slot_mapping: list[int]
-    logits_rows: list[int]
-    draft_rows: list[int]  # flat row of every draft token
-    draft_cells: list[int]  # its cell in the flattened block
-    lengths: list[int]
-
-
-def _host_columns(spans: StepSpans, drafts: StepDrafts, page_size: int) -> HostColumns:
-    host = HostColumns(
-        token_ids=[],
-        positions=[],
-        context_lens=[],
-        sequence=[],
-        slot_mapping=[],
-        logits_rows=[],
-        draft_rows=[],
-        draft_cells=[],
-        lengths=[],
-    )
-    width = drafts.token_ids_SG.shape[1]
-    columns = zip(spans.items, spans.verify_lengths, drafts.block_rows, strict=True)
-    for index, (item, num_drafts, block_row) in enumerate(columns):
-        begin = len(host.token_ids)
-        length = len(item.query_token_ids) + num_drafts
-        end_position = item.start_position + length
-        if end_position > len(item.page_ids) * page_size:
+    page_size, items = page_table.page_size, spans.items
+    lengths, starts, wants_logits, num_step_rows = [], [], [], 0
+    for item, num_drafts in zip(items, spans.verify_lengths, strict=True):
+        start, length = item.start_position, len(item.query_token_ids) + num_drafts
+        if start + length > len(item.page_ids) * page_size:
             raise EngineFault(
-                f"{item.request_id}: rows up to position {end_position - 1} exceed its {len(item.page_ids)} "
+                f"{item.request_id}: rows up to position {start + length - 1} exceed its {len(item.page_ids)} "
                 f"pages of {page_size} tokens"
             )
-        host.token_ids.extend(item.query_token_ids)
-        host.token_ids.extend([0] * num_drafts)
-        positions = range(item.start_position, end_position)
-        host.positions.extend(positions)
-        host.context_lens.extend(range(item.start_position + 1, end_position + 1))
-        page_ids = item.page_ids
-        host.slot_mapping.extend([page_ids[at // page_size] * page_size + at % page_size for at in positions])
-        host.sequence.extend([index] * length)
-        host.draft_rows.extend(range(begin + length - num_drafts, begin + length))
-        host.draft_cells.extend(range(block_row * width, block_row * width + num_drafts))
-        host.lengths.append(length)
-        if item.wants_logits:
+        lengths.append(length)
+        starts.append(start)
+        if item.is_prompt:
+            wants_logits.append(item.wants_logits)
+        else:
+            num_step_rows += length
+    num_chunks = len(wants_logits)
+    num_decodes, num_rows = len(items) - num_chunks, sum(lengths)
+    slab = page_table.slab(
+        SlabShape(
+            step=(num_decodes, max(lengths[:num_decodes], default=0), num_step_rows),
+            chunk=(num_chunks, max(lengths[num_decodes:], default=0), num_rows - num_step_rows),
             # A prompt needs its last row only, to sample the first token; a decode span needs all.
-            host.logits_rows.extend(range(begin + length - 1 if item.is_prompt else begin, begin + length))
-    return host
-
-
-def _span_group(
-    rows_T: torch.Tensor,
-    slots_S: torch.Tensor,
-    lengths_S: torch.Tensor,
-    lengths: tuple[int, ...],
-    starts: tuple[int, ...],
-) -> SpanGroup:
-    """The group of successive sequences that own rows ``rows_T`` of the step."""
-    num_rows, shape = sum(lengths), (len(lengths), max(lengths, default=0))
-    if num_rows == shape[0] * shape[1]:  # equal spans: nothing is padded, so nothing is masked
-        padded_rows_SM = torch.arange(num_rows, device=rows_T.device).view(shape)
-        valid_SM = torch.ones(shape, dtype=torch.bool, device=rows_T.device)
-    else:
-        offsets_M = torch.arange(shape[1], device=rows_T.device)
-        valid_SM = offsets_M < lengths_S[:, None]
-        firsts_S = lengths_S.cumsum(0) - lengths_S
-        padded_rows_SM = torch.where(valid_SM, firsts_S[:, None] + offsets_M, 0)
-    return SpanGroup(
-        rows_T=rows_T,
-        state_slots_S=slots_S,
-        lengths=lengths,
-        starts=starts,
-        padded_rows_SM=padded_rows_SM,
-        valid_SM=valid_SM,
+            num_logits=num_step_rows + sum(wants_logits),
+            num_drafts=sum(spans.verify_lengths),
+            num_pages=page_table.host_BP.shape[1],
+        )
     )
+    slab.arrange(tuple(lengths), wants_logits)
+    slab.place_drafts(drafts.block_rows, drafts.token_ids_SG.shape[1])
+    slab.fill(items, starts, page_table.host_BP, drafts.token_ids_SG)
+    return slab.batch(tuple(lengths), tuple(starts))

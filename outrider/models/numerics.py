@@ -16,6 +16,7 @@ from outrider.ops.native.activation import NativeGlu
 from outrider.ops.native.library import library_for
 from outrider.ops.native.linear import PackedLinear
 from outrider.ops.native.norm import NativeNorm
+from outrider.ops.native.rows import native_rows
 from outrider.ops.probe import OpCheck, ProbeOutcome, run_checks
 from outrider.ops.probe_ops import linear_check, probed_shape, tiles_named
 
@@ -190,6 +191,7 @@ def with_native_rows(
     rows = NativeNorm(native)
     return replace(
         kernels,
+        rows=native_rows(native),
         norm=rows.rms_norm if hold(norms) else kernels.norm,
         mix_norm=rows.mix_norm if hold(mixes) else kernels.mix_norm,
         glu=NativeGlu(native) if hold(activations) else kernels.glu,

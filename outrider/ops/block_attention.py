@@ -57,7 +57,6 @@ class AttendBlockFunction(Protocol):
         self,
         qkv_TOK: torch.Tensor,
         heads: BlockHeads,
-        positions_T: torch.Tensor,
         context_keys_RJK: torch.Tensor,
         context_values_RJK: torch.Tensor,
         keys: PagedKeys,
@@ -86,17 +85,17 @@ class StoreContextFunction(Protocol):
 def attend_block(
     qkv_TOK: torch.Tensor,
     heads: BlockHeads,
-    positions_T: torch.Tensor,
     context_keys_RJK: torch.Tensor,
     context_values_RJK: torch.Tensor,
     keys: PagedKeys,
 ) -> torch.Tensor:
-    """Norm and rotate the heads of all block rows, then ``block_attention``. Source: dspark section 1.3.
+    """Norm and rotate the heads of all block rows, then ``block_attention``.
+
+    Row g of a block is at position ``keys.num_keys_S + g``. Source: dspark section 1.3.
 
     Args:
         qkv_TOK: projections of all rows of all blocks: queries, then keys, then values.
         heads: constants of the layer.
-        positions_T: int64, absolute position of each row, ``keys.num_keys_S + g``.
         context_keys_RJK: see ``block_attention``.
         context_values_RJK: see ``block_attention``.
         keys: see ``block_attention``.
@@ -104,6 +103,7 @@ def attend_block(
     Returns:
         ``[T, H, K]`` in the dtype of the projections.
     """
+    positions_T = (keys.num_keys_S[:, None] + torch.arange(heads.num_rows, device=qkv_TOK.device)).flatten()
     num_heads, num_normed = heads.num_heads, heads.gains_PK.shape[0]
     qk_TPK = apply_half(rms_norm(qkv_TOK[:, :num_normed], heads.gains_PK, heads.eps), heads.table, positions_T)
     qk_SGPK = qk_TPK.view(-1, heads.num_rows, *qk_TPK.shape[1:])

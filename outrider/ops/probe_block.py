@@ -136,8 +136,7 @@ def _attend(attend: AttendBlockFunction, heads: BlockHeads, x_SF: torch.Tensor) 
         page_size=1,
         max_context=NUM_KEYS + extra,
     )
-    positions_T = (NUM_KEYS + torch.arange(heads.num_rows, device=device)).repeat(num_sequences)
-    out_THK = attend(qkv_SGOK.flatten(0, 1), heads, positions_T, context_keys_RJK, context_values_RJK, keys)
+    out_THK = attend(qkv_SGOK.flatten(0, 1), heads, context_keys_RJK, context_values_RJK, keys)
     return out_THK.view(num_sequences, -1)
 
 

@@ -3,32 +3,51 @@
 Dims: T rows of the group, S sequences, M rows of the longest span.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 __all__ = ["SpanLayout", "span_layout", "spans_from_lengths", "to_flat", "to_padded", "to_padded_with"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SpanLayout:
-    """Where each sequence's rows sit. Built once per step and group, used by every layer."""
+    """Where each sequence's rows sit. Built once per step and group, used by every layer. See ``span_layout``.
 
-    padded_rows_SM: torch.Tensor  # int64, row of the group; arbitrary valid row where padded
-    valid_SM: torch.Tensor  # bool
-    flat_T: torch.Tensor  # int64, s * M + m of every row
-    lengths: tuple[int, ...]
-    starts: tuple[int, ...]  # absolute position of each first row
+    Args:
+        padded_rows_SM: int64, row of the group; arbitrary valid row where padded.
+        valid_SM: bool.
+        lengths: rows of each sequence.
+        starts: absolute position of each first row.
+    """
+
+    __slots__ = ("_flat_T", "lengths", "num_rows", "padded_rows_SM", "starts", "valid_SM")
+
+    def __init__(
+        self,
+        padded_rows_SM: torch.Tensor,
+        valid_SM: torch.Tensor,
+        *,
+        lengths: tuple[int, ...],
+        starts: tuple[int, ...],
+    ) -> None:
+        self.padded_rows_SM, self.valid_SM, self.lengths, self.starts = padded_rows_SM, valid_SM, lengths, starts
+        self.num_rows = sum(lengths)
+        self._flat_T: torch.Tensor | None = None
+
+    @property
+    def flat_T(self) -> torch.Tensor:
+        """int64, s * M + m of every row; made when first asked for."""
+        if self._flat_T is None:
+            cells = torch.arange(self.valid_SM.numel(), device=self.valid_SM.device)
+            if not self.is_rectangular:
+                # Padded cells all write the one surplus entry, which is cut off: no masks, no host sync.
+                target = torch.where(self.valid_SM, self.padded_rows_SM, self.num_rows).flatten()
+                cells = cells.new_zeros(self.num_rows + 1).scatter_(0, target, cells)[: self.num_rows]
+            self._flat_T = cells
+        return self._flat_T
 
     @property
     def num_sequences(self) -> int:
         """Sequences in the group."""
         return len(self.lengths)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows in the group."""
-        return int(self.flat_T.shape[0])
 
     @property
     def max_length(self) -> int:
@@ -44,17 +63,9 @@ class SpanLayout:
 def span_layout(
     padded_rows_SM: torch.Tensor, valid_SM: torch.Tensor, *, lengths: tuple[int, ...], starts: tuple[int, ...]
 ) -> SpanLayout:
-    """Complete the index tensors of a group; rows of a sequence must be consecutive and in order."""
+    """The layout of a group; rows of a sequence must be consecutive and in order."""
     assert len(lengths) == len(starts) == valid_SM.shape[0], "one length and one start per sequence"
-    num_rows, num_cells = sum(lengths), valid_SM.numel()
-    cells = torch.arange(num_cells, device=valid_SM.device)
-    if num_rows == num_cells:
-        flat_T = cells
-    else:
-        # Padded cells all write the one surplus entry, which is cut off: no masks, no host sync.
-        target = torch.where(valid_SM, padded_rows_SM, num_rows).flatten()
-        flat_T = cells.new_zeros(num_rows + 1).scatter_(0, target, cells)[:num_rows]
-    return SpanLayout(padded_rows_SM=padded_rows_SM, valid_SM=valid_SM, flat_T=flat_T, lengths=lengths, starts=starts)
+    return SpanLayout(padded_rows_SM, valid_SM, lengths=lengths, starts=starts)
 
 
 def spans_from_lengths(

@@ -56,6 +56,7 @@ class LookupDrafter:
         read = DraftBlock(
             token_ids_SG=torch.tensor([histories[row].drafts(count) for row in reading], device=device),
             confidence_SG=torch.tensor([confidences[row] for row in reading], dtype=torch.float32, device=device),
+            read_rows=frozenset(range(len(reading))),
         )
         if len(reading) == len(histories):
             return read
@@ -66,7 +67,10 @@ class LookupDrafter:
         chosen = set(reading)
         asked = [row for row in range(len(histories)) if row not in chosen]
         block = self.inner.propose(_some(anchors, asked))
-        return None if block is None else _merged(block, torch.tensor(asked, device=device), read, rows)
+        if block is None:
+            return None
+        merged = _merged(block, torch.tensor(asked, device=device), read, rows)
+        return dataclasses.replace(merged, read_rows=frozenset(reading))
 
     def observe(self, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
         """See Drafter."""

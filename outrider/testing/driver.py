@@ -118,10 +118,11 @@ def _group(spans: Sequence[Span], sizes: Sequence[int], starts: Sequence[int], *
     offsets = [sum(sizes[:s]) for s in range(len(spans))]
     rows = [offsets[s] + i for s in chosen for i in range(sizes[s])]
     longest = max((sizes[s] for s in chosen), default=0)
-    padded, valid, first = [], [], 0
+    padded, valid, limits, first = [], [], [], 0
     for s in chosen:
         padded.append([first + i if i < sizes[s] else 0 for i in range(longest)])
         valid.append([i < sizes[s] for i in range(longest)])
+        limits.append([starts[s] + i + 1 if i < sizes[s] else 1 for i in range(longest)])
         first += sizes[s]
     shape = (len(chosen), longest)
     return SpanGroup(
@@ -131,4 +132,6 @@ def _group(spans: Sequence[Span], sizes: Sequence[int], starts: Sequence[int], *
         starts=tuple(starts[s] for s in chosen),
         padded_rows_SM=torch.tensor(padded, dtype=torch.int64).view(shape),
         valid_SM=torch.tensor(valid, dtype=torch.bool).view(shape),
+        limits_SM=torch.tensor(limits, dtype=torch.int64).view(shape),
+        num_keys_S=_ids([starts[s] + sizes[s] for s in chosen]),
     )

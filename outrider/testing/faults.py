@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import outrider.engine.accept
 import outrider.engine.prefill
 import outrider.engine.round
 import outrider.engine.runner
@@ -124,7 +125,7 @@ def _neighbour_row() -> AbstractContextManager[None]:
             rows_N = batch.logits_rows_N.clone()
             ends_S = torch.tensor(batch.step.lengths, dtype=torch.int64, device=rows_N.device).cumsum(0) - 1
             rows_N[ends_S[:-1]] = ends_S[:-1] + 1  # decode spans come first and want all their rows
-            return replace(batch, logits_rows_N=rows_N)
+            return replace(batch, logits_rows_N=rows_N, place=None)
 
         return wrong
 
@@ -147,7 +148,7 @@ def _shared_noise() -> AbstractContextManager[None]:
 
         return wrong
 
-    return _replaced(outrider.engine.round, "build_choices", make)
+    return _replaced(outrider.engine.accept, "build_choices", make)
 
 
 def _window_left_behind() -> AbstractContextManager[None]:

@@ -55,6 +55,17 @@ def key_of(concurrency: int, tier: str = "mixed", length: int | None = None) -> 
     return CellKey(tier=tier, concurrency=concurrency, prompt_length=length, prompt_set="set")
 
 
+def test_host_time_of_a_round_is_what_the_models_do_not_take() -> None:
+    clock = Clock()
+    cell = cell_of(three_arms(clock), clock)
+    for arm in cell.arms.values():
+        models_s = sum(arm.phase_s[name] for name in ("propose", "forward", "observe"))
+        assert arm.host_ms == pytest.approx(1000 * (arm.decode_s - models_s) / arm.num_decode_steps)
+        assert arm.host_ms > 0
+    (fields,) = cells_to_json([cell])
+    assert fields["arms"]["plain"]["host_ms"] == cell.arms["plain"].host_ms  # type: ignore[index]
+
+
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_ratios_are_those_of_decode_time(concurrency: int) -> None:
     clock = Clock()

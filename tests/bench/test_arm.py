@@ -13,7 +13,6 @@ def test_names() -> None:
     assert off.speculation == auto.speculation, "the same engine, whose requests want no drafts"
     assert (auto.with_drafter, auto.drafts, auto.must_draft) == (True, True, False)
     assert (fixed.name, fixed.speculation, fixed.drafts, fixed.must_draft) == ("fixed3", 3, True, True)
-    assert parse_arm("adaptive") == auto
 
 
 def test_the_arm_of_older_command_lines() -> None:
@@ -29,7 +28,7 @@ def test_the_arm_of_older_command_lines() -> None:
         (("fixed",), "auto", "arm 'fixed' is unknown"),
         (("fixed0",), "auto", "arm 'fixed0' is unknown"),
         (("plain", "plain"), "auto", "each once"),
-        (("auto", "adaptive"), "auto", "each once"),
+        (("auto", "adaptive"), "auto", "arm 'adaptive' is unknown"),
         ((), "auto", "at least one"),
         (("spec",), "off", "without drafts"),
         (("spec",), 0, "without drafts"),

@@ -61,8 +61,8 @@ def test_garbage_begins_where_it_was_named_and_again_after_a_restart(toy_pair) -
 
 def test_confidence_stays_what_the_real_drafter_says(toy_pair) -> None:
     """The policy is not told: confidence has the shape and the values that belong to the real drafts."""
-    llm = open_llm(toy_pair, "garbage", "adaptive")
-    honest = open_llm(toy_pair, "", "adaptive")
+    llm = open_llm(toy_pair, "garbage", "auto")
+    honest = open_llm(toy_pair, "", "auto")
     _, faulty = drafts_of(llm)
     _, drafts = drafts_of(honest)
     assert drafts[0][1] is not None

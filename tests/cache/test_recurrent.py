@@ -41,6 +41,8 @@ def group(slots: list[int], lengths: list[int], first_row: int = 0) -> SpanGroup
         starts=(0,) * len(lengths),
         padded_rows_SM=padded,
         valid_SM=valid,
+        limits_SM=torch.ones_like(padded),
+        num_keys_S=torch.tensor(lengths, dtype=torch.int64),
     )
 
 

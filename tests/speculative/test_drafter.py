@@ -67,6 +67,8 @@ def group(spans, first_row):
         starts=tuple(start for _, start, _ in spans),
         padded_rows_SM=torch.zeros(len(spans), width, dtype=torch.int64),
         valid_SM=torch.zeros(len(spans), width, dtype=torch.bool),
+        limits_SM=torch.ones(len(spans), width, dtype=torch.int64),
+        num_keys_S=torch.tensor([start + length for _, start, length in spans], dtype=torch.int64),
     )
 
 

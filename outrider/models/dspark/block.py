@@ -1,4 +1,4 @@
-"""DSpark inference: context rows into the drafter cache, and one batched block for all sequences.
+"""DSpark inference: one batched block for all sequences.
 
 Dense operations run once over all S * B block rows; only attention is ragged, and it is one call
 per layer for all sequences. Every operation is row-invariant, so a sequence's drafts do not depend
@@ -16,6 +16,7 @@ import torch
 from outrider.batch import DraftBlock, DraftSampling
 from outrider.errors import ConfigError, EngineFault
 from outrider.models.dspark.config import DSparkConfig
+from outrider.models.dspark.context import ContextCache, ContextProjection
 from outrider.models.dspark.drawing import DraftDraws
 from outrider.models.dspark.heads import Chain, ConfidenceHead, draft_chain, greedy_draft
 from outrider.models.dspark.joined import drafter_rotary_table, join_layer
@@ -28,9 +29,9 @@ from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.ops.activation import Activation
 from outrider.ops.native.linear import pack_weights
 from outrider.ops.native.markov import ChainWeights, chain_weights
-from outrider.ops.paged import PagedKeys, paged_keys
+from outrider.ops.paged import paged_keys
 
-__all__ = ["SILU", "BlockAnchors", "BlockPredictor", "ContextCache", "Prediction"]
+__all__ = ["SILU", "BlockAnchors", "BlockPredictor", "Prediction"]
 
 SILU = Activation(name="silu")
 
@@ -48,26 +49,11 @@ class BlockAnchors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ContextCache:
-    """Keys (normed and rotated) and values of context rows, at the target's flat cache rows."""
-
-    rows_2LRJK: torch.Tensor  # keys, values
-
-    def keys(self, layer_index: int) -> torch.Tensor:
-        """[R, J, K] of one layer."""
-        return self.rows_2LRJK[0, layer_index]
-
-    def values(self, layer_index: int) -> torch.Tensor:
-        """[R, J, K] of one layer."""
-        return self.rows_2LRJK[1, layer_index]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
     """A proposal and the logits it was chosen from."""
 
     block: DraftBlock
-    logits: tuple[torch.Tensor, ...]  # per draft [S, draft vocabulary], Markov bias included
+    logits: tuple[torch.Tensor, ...]  # per draft [S, draft vocabulary], Markov bias included; () unless asked for
 
 
 class BlockPredictor:
@@ -79,7 +65,7 @@ class BlockPredictor:
 
     Args:
         model: loaded weights, in the compute dtype, on the device.
-        embed: the target's input embedding, [T] -> [T, D].
+        embedding_VD: the target's input embedding.
         head: the target's output head, [N, D] -> [N, V]; not called for a reduced vocabulary.
         kernels: row-invariant forms chosen for this process.
         max_context: positions a sequence may reach; sizes the rotary table.
@@ -96,7 +82,7 @@ class BlockPredictor:
         self,
         model: DSparkModel,
         *,
-        embed: Callable[[torch.Tensor], torch.Tensor],
+        embedding_VD: torch.Tensor,
         head: Callable[[torch.Tensor], torch.Tensor],
         kernels: Kernels,
         max_context: int,
@@ -118,7 +104,7 @@ class BlockPredictor:
                 f"{config.num_block_rows} rows ({config.layout.value}) was trained for; lower it"
             )
         self._model = model.requires_grad_(False)
-        self._embed = embed
+        self._embedding_VD = embedding_VD
         self._head = head
         self._kernels, self._linear, self._norm = kernels, kernels.linear, kernels.norm
         self._dtype = model.fc.weight.dtype
@@ -128,21 +114,22 @@ class BlockPredictor:
             join_layer(layer, config, mask, self._table)
             for layer, mask in zip(model.draft_layers(), config.layer_masks, strict=True)
         ]
-        kv_begin = config.num_heads * config.head_dim
-        self._context_kv_OD = torch.cat([layer.qkv_OD[kv_begin:] for layer in self._layers])
-        self._context_gains_LK = torch.stack([layer.self_attn.k_norm.weight for layer in model.draft_layers()])
+        self.context = ContextProjection(
+            model, [layer.qkv_OD for layer in self._layers], self._table, kernels=kernels, block_kernels=block_kernels
+        )
         self._target_ids_V = (
             None if model.d2t is None else torch.arange(config.draft_vocab_size, device=self._device) + model.d2t
         )
-        self._offsets_B = torch.arange(config.num_block_rows, device=self._device)
         pack_weights(self._linear, self._multiplied())
+        self._mask_hidden_D = embedding_VD[config.mask_token_id].clone()
+        self._mask_qkv_O = self._first_qkv(self._mask_hidden_D[None])[0]
         self._block_kernels = block_kernels
         self._chain_weights = None if block_kernels.markov is None else self._native_chain_weights()
         pin_attributes(self._model)
 
     def _multiplied(self) -> Iterator[torch.Tensor]:
         """Every matrix that rows are multiplied with; the joined ones stand for the projections in them."""
-        yield self._context_kv_OD
+        yield self.context.kv_OD
         for layer in self._layers:
             yield from (layer.qkv_OD, layer.output_DO, layer.gate_up_ID, layer.down_DI)
         for name, weight in self._model.named_parameters():
@@ -151,21 +138,7 @@ class BlockPredictor:
 
     def allocate_context(self, num_cache_rows: int) -> ContextCache:
         """Cache with as many rows as the target's paged cache."""
-        config = self.config
-        shape = (2, config.num_layers, num_cache_rows, config.num_kv_heads, config.head_dim)
-        return ContextCache(rows_2LRJK=torch.zeros(shape, dtype=self._dtype, device=self._device))
-
-    def context_features(self, aux_hidden_TAD: torch.Tensor) -> torch.Tensor:
-        """Project tap rows [T, A, D_target] to context features [T, D]: hidden_norm(fc(taps))."""
-        model, eps = self._model, self.config.rms_norm_eps
-        if model.fc_norm is not None:
-            normed = [
-                self._norm(aux_TD, weight_D, eps)
-                for aux_TD, weight_D in zip(aux_hidden_TAD.unbind(1), model.fc_norm.parameters(), strict=True)
-            ]
-            aux_hidden_TAD = torch.stack(normed, dim=1)
-        projected_TD = self._linear(aux_hidden_TAD.flatten(1), model.fc.weight)
-        return self._norm(projected_TD, model.hidden_norm.weight, eps)
+        return self.context.allocate(num_cache_rows)
 
     def store_context(
         self,
@@ -185,42 +158,34 @@ class BlockPredictor:
             cache_rows_T: int64, flat cache row of each, all different.
             max_position: host, largest of positions_T.
         """
-        config = self.config
-        self._check_position(max_position)
-        num_rows = aux_hidden_TAD.shape[0]
-        kv_TO = self._linear(self.context_features(aux_hidden_TAD), self._context_kv_OD)
-        kv_TL2JK = kv_TO.view(num_rows, config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        self._block_kernels.store(
-            kv_TL2JK,
-            self._context_gains_LK,
-            config.rms_norm_eps,
-            self._table,
-            positions_T,
-            cache_rows_T,
-            cache.rows_2LRJK,
-        )
+        self.check_position(max_position)
+        self.context.store(cache, aux_hidden_TAD, positions_T, cache_rows_T)
 
-    def predict(self, cache: ContextCache, anchors: BlockAnchors) -> Prediction:
+    def predict(self, cache: ContextCache, anchors: BlockAnchors, *, keep_logits: bool = False) -> Prediction:
         """Propose drafts for every anchor in one pass; nothing is copied to the host.
 
         Always runs the trained number of block rows, because every row sees the others; fewer
         drafts are a truncation.
+
+        Args:
+            cache: context of all sequences.
+            anchors: where the blocks start.
+            keep_logits: hand over the logits that the drafts were chosen from.
         """
-        config = self.config
-        self._check_position(anchors.max_position)
-        hidden_SBD = self._block_hidden(cache, anchors)
-        first = config.first_draft_row
-        kept_GSD = hidden_SBD[:, first : first + self.num_draft_tokens].transpose(0, 1).contiguous()
-        rows_ND = kept_GSD.flatten(0, 1)
+        self.check_position(anchors.max_position)
+        kept_SGD = self._block_hidden(cache, anchors)
+        rows_ND = kept_SGD.flatten(0, 1)
         lm_head = self._model.lm_head
         logits_NV = self._head(rows_ND) if lm_head is None else self._linear(rows_ND, lm_head.weight)
-        logits_GSV = logits_NV.view(*kept_GSD.shape[:2], -1)
+        logits_SGV = logits_NV.view(*kept_SGD.shape[:2], -1)
         if anchors.sampling is None and self._block_kernels.markov is not None and self._chain_weights is not None:
             token_ids_SG, confidence_SG = self._block_kernels.markov.chain(
-                self._chain_weights, anchors.token_ids_S, kept_GSD, logits_GSV
+                self._chain_weights, anchors.token_ids_S, kept_SGD, logits_SGV, keep_logits=keep_logits
             )
             block = DraftBlock(token_ids_SG=token_ids_SG, confidence_SG=confidence_SG)
-            return Prediction(block=block, logits=logits_GSV.unbind(0))
+            return Prediction(block=block, logits=logits_SGV.unbind(1) if keep_logits else ())
+        # Rows of one draft side by side: a product's operands have one layout.
+        kept_GSD, logits_GSV = (rows_SGX.transpose(0, 1).contiguous() for rows_SGX in (kept_SGD, logits_SGV))
         return self._predict_in_steps(anchors, kept_GSD, logits_GSV)
 
     def _predict_in_steps(self, anchors: BlockAnchors, kept_GSD: torch.Tensor, logits_GSV: torch.Tensor) -> Prediction:
@@ -271,38 +236,62 @@ class BlockPredictor:
         )
 
     def _block_hidden(self, cache: ContextCache, anchors: BlockAnchors) -> torch.Tensor:
-        config = self.config
-        num_rows = config.num_block_rows
+        """Normed rows of the drafts that are kept, ``[S, G, D]``, contiguous."""
+        config, kernels = self.config, self._kernels
         num_sequences = anchors.token_ids_S.shape[0]
-        token_ids_SB = anchors.token_ids_S.new_full((num_sequences, num_rows), config.mask_token_id)
-        token_ids_SB[:, 0] = anchors.token_ids_S
-        positions_T = (anchors.positions_S[:, None] + self._offsets_B).flatten()
         keys = paged_keys(
             anchors.page_table_SP,
             anchors.positions_S,
             page_size=anchors.page_size,
             max_context=anchors.max_position,
         )
-        hidden_TD = self._embed(token_ids_SB.flatten())
+        hidden_TD, qkv_TO = self._block_start(anchors.token_ids_S)
+        last = len(self._layers) - 1
         for index, layer in enumerate(self._layers):
-            normed_TD = self._norm(hidden_TD, layer.input_norm_D, config.rms_norm_eps)
-            attended_TO = self._attend(cache, index, normed_TD, positions_T, keys)
-            hidden_TD = hidden_TD + self._linear(attended_TO, layer.output_DO)
-            normed_TD = self._norm(hidden_TD, layer.mlp_norm_D, config.rms_norm_eps)
-            activated_TI = self._kernels.glu(SILU, self._linear(normed_TD, layer.gate_up_ID))
-            hidden_TD = hidden_TD + self._linear(activated_TI, layer.down_DI)
-        normed_TD = self._norm(hidden_TD, self._model.norm.weight, config.rms_norm_eps)
-        return normed_TD.view(num_sequences, num_rows, -1)
+            qkv_TOK = qkv_TO.view(qkv_TO.shape[0], -1, config.head_dim)
+            attended_THK = self._block_kernels.attend(
+                qkv_TOK, layer.heads, cache.keys(index), cache.values(index), keys
+            )
+            added_TD = self._linear(attended_THK.flatten(1), layer.output_DO)
+            _, normed_TD = kernels.mix_norm(hidden_TD[None], added_TD, None, layer.mlp_norm_D, config.rms_norm_eps)
+            activated_TI = kernels.glu(SILU, self._linear(normed_TD, layer.gate_up_ID))
+            added_TD = self._linear(activated_TI, layer.down_DI)
+            next_norm_D = self._model.norm.weight if index == last else self._layers[index + 1].input_norm_D
+            _, normed_TD = kernels.mix_norm(hidden_TD[None], added_TD, None, next_norm_D, config.rms_norm_eps)
+            if index < last:
+                qkv_TO = self._linear(normed_TD, self._layers[index + 1].qkv_OD)
+        return self._kept_rows(normed_TD.view(num_sequences, config.num_block_rows, -1))
 
-    def _attend(
-        self, cache: ContextCache, index: int, normed_TD: torch.Tensor, positions_T: torch.Tensor, keys: PagedKeys
-    ) -> torch.Tensor:
-        layer = self._layers[index]
-        qkv_TOK = self._linear(normed_TD, layer.qkv_OD).view(normed_TD.shape[0], -1, self.config.head_dim)
-        attended_THK = self._block_kernels.attend(
-            qkv_TOK, layer.heads, positions_T, cache.keys(index), cache.values(index), keys
-        )
-        return attended_THK.flatten(1)
+    def _kept_rows(self, normed_SBD: torch.Tensor) -> torch.Tensor:
+        num_sequences, num_rows, width = normed_SBD.shape
+        first, num_kept = self.config.first_draft_row, self.num_draft_tokens
+        if num_kept == num_rows:
+            return normed_SBD
+        kept_SGD = normed_SBD.new_empty(num_sequences, num_kept, width)
+        columns_SF = normed_SBD.view(num_sequences, -1)[:, first * width : (first + num_kept) * width]
+        self._kernels.rows.copy(columns_SF, kept_SGD.view(num_sequences, -1))
+        return kept_SGD
+
+    def _block_start(self, anchor_ids_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Embedded block rows ``[T, D]``, to be written on, and their projections in the first layer ``[T, O]``.
+
+        All rows but the anchors' hold the mask, whose projections are known since loading.
+        """
+        rows, num_sequences, num_rows = self._kernels.rows, anchor_ids_S.shape[0], self.config.num_block_rows
+        embedding_VD, mask_O = self._embedding_VD, self._mask_qkv_O
+        hidden_TD = embedding_VD.new_empty(num_sequences * num_rows, embedding_VD.shape[1])
+        anchors_SD = hidden_TD.view(num_sequences, num_rows, -1)[:, 0]
+        rows.copy(self._mask_hidden_D.expand(hidden_TD.shape[0], -1), hidden_TD)
+        rows.gather(embedding_VD, anchor_ids_S, anchors_SD)
+        qkv_TO = embedding_VD.new_empty(hidden_TD.shape[0], mask_O.shape[0])
+        rows.copy(mask_O.expand(hidden_TD.shape[0], -1), qkv_TO)
+        rows.copy(self._first_qkv(anchors_SD), qkv_TO.view(num_sequences, num_rows, -1)[:, 0])
+        return hidden_TD, qkv_TO
+
+    def _first_qkv(self, embedded_SD: torch.Tensor) -> torch.Tensor:
+        """Projections of embedded rows in the first layer."""
+        layer = self._layers[0]
+        return self._linear(self._norm(embedded_SD, layer.input_norm_D, self.config.rms_norm_eps), layer.qkv_OD)
 
     def _confidence(self, head: ConfidenceHead, kept_GSD: torch.Tensor, chain: Chain) -> torch.Tensor:
         features = kept_GSD.transpose(0, 1)
@@ -310,7 +299,12 @@ class BlockPredictor:
             features = torch.cat((features, torch.stack(chain.previous_GSr, dim=1)), dim=-1)
         return head.probability(features, self._linear)
 
-    def _check_position(self, position: int) -> None:
+    def check_position(self, position: int) -> None:
+        """Refuse a position that the rotary table does not hold.
+
+        Raises:
+            EngineFault: it is not below ``max_context``.
+        """
         limit = self._table.cos_PF.shape[0] - self.config.num_block_rows
         if position >= limit:
             raise EngineFault(f"drafter position {position} is not below max_context={limit}")

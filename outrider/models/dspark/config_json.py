@@ -77,7 +77,7 @@ def parse_config(config: Mapping[str, Any]) -> DSparkConfig:
             f"1 of each and at most {_MAX_LAYERS} layers"
         )
     markov_rank = keys.integer("markov_rank", 0)
-    convention = _tap_convention(keys, speculators)
+    convention, rope = _tap_convention(keys, speculators), _rope(body)
     return DSparkConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -86,7 +86,7 @@ def parse_config(config: Mapping[str, Any]) -> DSparkConfig:
         head_dim=body.integer("head_dim", hidden_size // num_heads),
         intermediate_size=body.integer("intermediate_size"),
         rms_norm_eps=body.positive("rms_norm_eps"),
-        rope=_rope(body),
+        rope=rope,
         vocab_size=vocab_size,
         draft_vocab_size=keys.integer("draft_vocab_size", vocab_size),
         num_block_rows=keys.integer("block_size"),
@@ -102,6 +102,7 @@ def parse_config(config: Mapping[str, Any]) -> DSparkConfig:
         markov_rank=markov_rank,
         confidence=_confidence(keys),
         layer_masks=_layer_masks(keys, body, speculators),
+        max_context=_max_context(body, rope),
     )
 
 
@@ -318,6 +319,13 @@ def _rope(body: _Keys) -> RopeConfig:
     if kind != "yarn":
         raise UnsupportedError(f"drafter rope type {kind!r} is not offered; default and yarn are")
     return RopeConfig(theta=theta, yarn=_yarn(rope, body))
+
+
+def _max_context(body: _Keys, rope: RopeConfig) -> int | None:
+    """Positions that the drafter was made for: as stated, or as far as YaRN stretches the original ones."""
+    stated = body.integer("max_position_embeddings", 0)
+    stretched = round(rope.yarn.factor * rope.yarn.original_max_position) if rope.yarn else 0
+    return max(stated, stretched) or None
 
 
 def _yarn(rope: _Keys, body: _Keys) -> YarnConfig:

@@ -68,7 +68,7 @@ def load_predictor(
     kernels = PLAIN_KERNELS if fast else _kernels(model.config, shapes, dtype, device, report)
     return BlockPredictor(
         model,
-        embed=target.embed,
+        embedding_VD=tables.embedding_VD,
         head=target.head,
         kernels=kernels,
         numerics=report,
@@ -94,10 +94,11 @@ def _kernels(
     config: DSparkConfig, shapes: set[tuple[int, int]], dtype: torch.dtype, device: torch.device, report: NumericsReport
 ) -> Kernels:
     """Kernels in the geometries that were found."""
+    norms = [norm_name(width) for width in _norm_widths(config)]
     return with_native_rows(
         Kernels(linear=chosen_linear(LINEAR, shapes, dtype, device, report.geometries)),
-        norms=[norm_name(width) for width in _norm_widths(config)],
-        mixes=[],
+        norms=norms,
+        mixes=norms,  # one candidate: a sum and a norm
         activations=[activation_name(SILU, config.intermediate_size)],
         dtype=dtype,
         device=device,

@@ -15,6 +15,7 @@ from torch import nn
 from outrider.models.dspark.config import DSparkConfig, MarkovKind
 from outrider.models.dspark.heads import MarkovHead, draft_chain
 from outrider.models.dspark.joined import block_mask
+from outrider.models.layers import shapes_only
 from outrider.ops.block_attention import BlockMask
 from outrider.ops.invariant import island_dtype, sigmoid, tanh
 from outrider.ops.linear import linear_in_tiles, tile_candidates
@@ -129,8 +130,8 @@ def _chain_check(config: DSparkConfig, native: Library) -> OpCheck:
         def chain(x_SF: torch.Tensor) -> torch.Tensor:
             """Drafts, confidence and logits side by side ``[S, ...]``; float32 holds each of them exactly."""
             anchor_ids_S = row_numbers(x_SF, vocab)
-            hidden_GSD, logits_GSU = (
-                part_SF.unflatten(1, (num_drafts, -1)).transpose(0, 1).clone(memory_format=torch.contiguous_format)
+            hidden_SGD, logits_SGU = (
+                part_SF.unflatten(1, (num_drafts, -1)).clone(memory_format=torch.contiguous_format)
                 for part_SF in x_SF.split([num_drafts * width, num_drafts * draft_vocab], dim=1)
             )
             confidence_SG = None
@@ -138,15 +139,17 @@ def _chain_check(config: DSparkConfig, native: Library) -> OpCheck:
                 drafts = draft_chain(
                     head,
                     anchor_ids_S=anchor_ids_S,
-                    hidden_GSD=hidden_GSD,
-                    logits_GSV=logits_GSU,
+                    hidden_GSD=hidden_SGD.transpose(0, 1).contiguous(),
+                    logits_GSV=logits_SGU.transpose(0, 1).contiguous(),
                     target_ids_V=target_ids_U,
                     linear=lambda x, weight_OI: linear_in_tiles(x, weight_OI, single_rows),
                 )
-                token_ids_SG, logits_GSU = drafts.token_ids_SG, torch.stack(drafts.logits)
+                token_ids_SG, logits_SGU = drafts.token_ids_SG, torch.stack(drafts.logits, dim=1)
             else:
-                token_ids_SG, confidence_SG = markov.chain(weights, anchor_ids_S, hidden_GSD, logits_GSU)
-            parts = [token_ids_SG.float(), logits_GSU.transpose(0, 1).flatten(1).float()]
+                token_ids_SG, confidence_SG = markov.chain(
+                    weights, anchor_ids_S, hidden_SGD, logits_SGU, keep_logits=True
+                )
+            parts = [token_ids_SG.float(), logits_SGU.flatten(1).float()]
             return torch.cat(parts if confidence_SG is None else [*parts, confidence_SG], dim=1)
 
         rows_3F = random_rows(NUM_ROWS, num_drafts * (width + draft_vocab), dtype=dtype, device=device, seed=4)
@@ -158,7 +161,7 @@ def _chain_check(config: DSparkConfig, native: Library) -> OpCheck:
 def _markov_head(w1_Vr: torch.Tensor, w2_Ur: torch.Tensor, *, hidden_size: int) -> MarkovHead:
     """A vanilla head of these weights, made without drawing others first."""
     (vocab, rank), draft_vocab = w1_Vr.shape, w2_Ur.shape[0]
-    with torch.device("meta"):
+    with shapes_only():
         head = MarkovHead(vocab_size=vocab, draft_vocab_size=draft_vocab, rank=rank, hidden_size=hidden_size)
     head.markov_w1.weight = nn.Parameter(w1_Vr, requires_grad=False)
     head.markov_w2.weight = nn.Parameter(w2_Ur, requires_grad=False)

@@ -3,6 +3,8 @@
 Dims: T flat tokens, N rows that need logits, V vocabulary, D model width, A tapped layers.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -18,8 +20,10 @@ from outrider.models.kimi_k3.step import StepIndex
 from outrider.models.layers import Build, pin_attributes
 from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.models.protocol import AuxStream, TargetCaches
+from outrider.models.recorded import RecordedSteps
 from outrider.ops.activation import Activation
 from outrider.ops.linear import embedding
+from outrider.ops.native.library import library_for
 from outrider.ops.native.linear import pack_weights
 
 __all__ = ["DecoderLayer", "KimiK3Model", "cache_layouts"]
@@ -97,17 +101,26 @@ class KimiK3Model(nn.Module):
         layers = [DecoderLayer(config, i, experts, build) for i in range(config.num_layers)]
         self.layers = nn.ModuleList(layers)
         self._layers = tuple(layers)  # the same modules, typed
+        self.steps = RecordedSteps(library_for(build.dtype, build.device))
         self.cache_layouts: tuple[CacheLayout, ...] = cache_layouts(config, build)
 
     def prepare(self) -> None:
         """Derive what the weights imply; the loader calls it after filling them."""
-        # The embedding is indexed, not multiplied with; what is no matrix or no bfloat16 is left alone.
-        pack_weights(self.linear, (weight for weight in self.parameters() if weight is not self.embedding))
+        pack_weights(self.linear, self._multiplied())
         for layer in self._layers:
             layer.attention.prepare()
             if isinstance(layer.ffn, MoeFfn):
                 layer.ffn.prepare()
         pin_attributes(self)
+        self.steps.forget()
+
+    def _multiplied(self) -> Iterator[torch.Tensor]:
+        """Every matrix that rows are multiplied with, in the order of use, and parameters that are none."""
+        for layer in self._layers:
+            # Prompts multiply latents, not rows, with kv_b_proj; decode and verify rows its absorbed halves.
+            latents = layer.attention.kv_b_proj if isinstance(layer.attention, MlaAttention) else None
+            yield from (weight for weight in layer.parameters() if weight is not latents)
+        yield self.lm_head
 
     def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
         """Tap "after layer t" for each 0-based t, in the given order; -1 is the embedding.
@@ -128,6 +141,7 @@ class KimiK3Model(nn.Module):
                 raise ConfigError(f"aux layer id {layer_id} is given twice in {list(layer_ids)}")
         self.aux_layer_ids = tuple(layer_ids)
         self.aux_stream = stream
+        self.steps.forget()
 
     def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
         """Embedding rows ``[T, D]``, compute dtype; ids in 0..V-1."""
@@ -137,14 +151,22 @@ class KimiK3Model(nn.Module):
         """Logits ``[N, V]`` of normalised rows, compute dtype."""
         return self.linear(hidden_ND, self.lm_head)
 
-    @torch.no_grad()
     def forward(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
-        """Run one flat batch (sections 2 and 4).
+        """Run one flat batch (sections 2 and 4), from a recording where there is one.
 
         Chunk rows commit their recurrent state; step rows only log. The host waits for an accelerator in
         the expert loop (rows of each expert) and in prompt chunks (chunk indices from host lists).
         """
-        stream = ResidualStream(self.embed(batch.token_ids_T), self.config.num_snapshots, self.kernels.mix_norm)
+        logits_NV, *taps = self.steps.run(batch.place, caches, lambda: self.run_eagerly(batch, caches))
+        return TargetOutput(logits_NV=logits_NV, aux_hidden_TAD=taps[0] if taps else None)
+
+    @torch.no_grad()
+    def run_eagerly(self, batch: ForwardBatch, caches: TargetCaches) -> tuple[torch.Tensor, ...]:
+        """Logits, and taps if there are any, operation by operation."""
+        kernels = self.kernels
+        stream = ResidualStream(
+            batch.token_ids_T, self.embedding, self.config.num_snapshots, kernels.mix_norm, kernels.rows
+        )
         taps_TAD = self._tap_buffer(batch.num_tokens)
         if batch.num_tokens:
             index = StepIndex.of(batch)
@@ -152,14 +174,23 @@ class KimiK3Model(nn.Module):
                 entry_TD, normed_TD = stream.read_normed(layer.attention_mix, layer.attention_norm, layer.eps)
                 self._capture(i - 1, entry_TD, stream, taps_TAD)
                 layer(normed_TD, stream, index, caches)
-            if self.num_layers - 1 in self.aux_layer_ids:
-                self._capture(self.num_layers - 1, stream.read(self.output_mix), stream, taps_TAD)
-        return TargetOutput(logits_NV=self._logits(stream, batch.logits_rows_N), aux_hidden_TAD=taps_TAD)
+        logits_NV = self._logits(stream, batch, taps_TAD)
+        return (logits_NV,) if taps_TAD is None else (logits_NV, taps_TAD)
 
-    def _logits(self, stream: ResidualStream, rows_N: torch.Tensor) -> torch.Tensor:
-        if rows_N.shape[0] == 0:
+    def _logits(self, stream: ResidualStream, batch: ForwardBatch, taps_TAD: torch.Tensor | None) -> torch.Tensor:
+        """Logits of the rows that need them; takes the last tap, which is what the head reads, on the way."""
+        rows_N, eps = batch.logits_rows_N, self.config.rms_norm_eps
+        num_logits, last_layer = rows_N.shape[0], self.num_layers - 1
+        is_tapped = taps_TAD is not None and last_layer in self.aux_layer_ids and batch.num_tokens > 0
+        if not is_tapped and num_logits == 0:
             return self.embedding.new_empty(0, self.vocab_size)
-        _, normed_ND = stream.read_normed(self.output_mix, self.norm, self.config.rms_norm_eps, rows_N)
+        if not is_tapped and num_logits < batch.num_tokens:
+            _, normed_ND = stream.read_normed(self.output_mix, self.norm, eps, rows_N)
+            return self.head(normed_ND)
+        mixed_TD, normed_TD = stream.read_normed(self.output_mix, self.norm, eps)
+        self._capture(last_layer, mixed_TD, stream, taps_TAD)
+        normed_ND = normed_TD.new_empty(num_logits, self.hidden_size)
+        self.kernels.rows.gather(normed_TD, rows_N, normed_ND)
         return self.head(normed_ND)
 
     def _tap_buffer(self, num_tokens: int) -> torch.Tensor | None:
@@ -174,7 +205,7 @@ class KimiK3Model(nn.Module):
         if taps_TAD is None or layer_id not in self.aux_layer_ids:
             return
         tapped_TD = mixture_TD if self.aux_stream == "mixture" else stream.prefix_TD
-        taps_TAD[:, self.aux_layer_ids.index(layer_id)] = tapped_TD
+        self.kernels.rows.copy(tapped_TD, taps_TAD[:, self.aux_layer_ids.index(layer_id)])
 
 
 def cache_layouts(config: KimiK3Config, build: Build) -> tuple[PagedLayout, RecurrentLayout]:

@@ -117,7 +117,8 @@ class MoeFfn(nn.Module):
         if self.up_proj is not None:
             out = self.linear(out, self.up_proj)
         if self.shared_down is not None and shared_TJ is not None:
-            out = out + self.linear(self.kernels.glu(self.activation, shared_TJ), self.shared_down)
+            shared = self.linear(self.kernels.glu(self.activation, shared_TJ), self.shared_down)
+            self.kernels.rows.add(out, shared, out)
         return out
 
     def _run_routed(self, x_TD: torch.Tensor, x_TL: torch.Tensor) -> torch.Tensor:

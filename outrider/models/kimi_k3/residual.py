@@ -8,6 +8,7 @@ from torch import nn
 
 from outrider.models.layers import Build
 from outrider.ops.residual import MixNormFunction, attention_residual_mix, residual_mix_norm
+from outrider.ops.rows import PLAIN_ROWS, RowForm
 
 __all__ = ["ResidualMix", "ResidualStream"]
 
@@ -33,16 +34,25 @@ class ResidualStream:
     waits for the next read, which adds it in the call that mixes and norms.
 
     Args:
-        embedded_TD: What the stream starts with.
+        token_ids_T: Rows of the embedding that the stream starts with.
+        embedding_VD: The embedding.
         num_snapshots: How many blocks will be opened.
         mix_norm: Form of the read.
+        rows: Form of copies and sums.
     """
 
     def __init__(
-        self, embedded_TD: torch.Tensor, num_snapshots: int, mix_norm: MixNormFunction = residual_mix_norm
+        self,
+        token_ids_T: torch.Tensor,
+        embedding_VD: torch.Tensor,
+        num_snapshots: int,
+        mix_norm: MixNormFunction = residual_mix_norm,
+        rows: RowForm = PLAIN_ROWS,
     ) -> None:
-        self._planes_BTD = embedded_TD.new_empty(num_snapshots + 1, *embedded_TD.shape)
-        self._planes_BTD[0] = embedded_TD
+        num_rows, width = token_ids_T.shape[0], embedding_VD.shape[1]
+        self._planes_BTD = embedding_VD.new_empty(num_snapshots + 1, num_rows, width)
+        self._rows = rows
+        rows.gather(embedding_VD, token_ids_T, self._planes_BTD[0])
         self._num_snapshots = 0
         self._candidates_BTD = self._planes_BTD[:1]  # of the open block; most reads of a step share the view
         self._mix_norm = mix_norm
@@ -76,7 +86,7 @@ class ResidualStream:
             candidates_BTD, waiting_TD = self._candidates_BTD, self._waiting_TD
             self._waiting_TD = None
         else:
-            candidates_BTD, waiting_TD = self.candidates_BTD.index_select(1, rows_N), None
+            candidates_BTD, waiting_TD = self._gathered(self.candidates_BTD, rows_N), None
         mix_weight_D = None if mix is None else mix.weight.weight
         return self._mix_norm(candidates_BTD, waiting_TD, mix_weight_D, norm_weight_D, eps)
 
@@ -88,7 +98,7 @@ class ResidualStream:
 
     def restart(self, out_TD: torch.Tensor) -> None:
         """First sublayer output of a block: it replaces the prefix (section 14.2)."""
-        self.prefix_TD.copy_(out_TD)
+        self._rows.copy(out_TD, self.prefix_TD)
 
     def add(self, out_TD: torch.Tensor) -> None:
         """Any other sublayer output: rounded sum in the compute dtype. It must not change before the next read."""
@@ -97,5 +107,12 @@ class ResidualStream:
 
     def _settle(self) -> None:
         if self._waiting_TD is not None:
-            self._planes_BTD[self._num_snapshots].add_(self._waiting_TD)
+            prefix_TD = self._planes_BTD[self._num_snapshots]
+            self._rows.add(prefix_TD, self._waiting_TD, prefix_TD)
             self._waiting_TD = None
+
+    def _gathered(self, candidates_BTD: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor:
+        num_candidates, _, width = candidates_BTD.shape
+        gathered_BND = candidates_BTD.new_empty(num_candidates, rows_N.shape[0], width)
+        self._rows.gather(candidates_BTD, rows_N, gathered_BND)
+        return gathered_BND

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from outrider.batch import ForwardBatch, SpanGroup
-from outrider.ops.paged import PagedSpans, paged_spans
-from outrider.ops.spans import SpanLayout, span_layout
+from outrider.ops.paged import PagedSpans, paged_keys
+from outrider.ops.spans import SpanLayout, span_layout, to_padded
 
 __all__ = ["GroupIndex", "StepIndex", "scatter_groups"]
 
@@ -47,15 +47,11 @@ def _group(batch: ForwardBatch, group: SpanGroup) -> GroupIndex | None:
         return None
     rows_T = None if sum(group.lengths) == batch.num_tokens else group.rows_T
     layout = span_layout(group.padded_rows_SM, group.valid_SM, lengths=group.lengths, starts=group.starts)
-    context_lens_T, sequence_T = (x if rows_T is None else x[rows_T] for x in (batch.context_lens_T, batch.sequence_T))
-    spans = paged_spans(
-        layout,
-        context_lens_T,
-        sequence_T,
-        batch.page_table_SP,
-        page_size=batch.page_size,
-        max_context=batch.max_context,
-    )
+    page_table_SP = batch.page_table_SP
+    if rows_T is not None:
+        page_table_SP = page_table_SP[to_padded(batch.sequence_T[rows_T], layout)[:, 0]]
+    keys = paged_keys(page_table_SP, group.num_keys_S, page_size=batch.page_size, max_context=batch.max_context)
+    spans = PagedSpans(layout=layout, keys=keys, limits_SM=group.limits_SM)
     return GroupIndex(rows_T=rows_T, layout=layout, spans=spans, state_slots_S=group.state_slots_S)
 
 

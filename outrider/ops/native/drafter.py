@@ -20,10 +20,10 @@ class NativeDrafter:
         self._attend = library.function(
             "attend_block",
             [
-                *(POINTER,) * 9,  # projections, gains, positions, table, context, key counts, page table
+                *(POINTER,) * 8,  # projections, gains, rotary table, context, key counts, page table
                 *(INT,) * 7,  # page table's stride, page size, counts, width
                 *(REAL, REAL),  # eps, scale
-                *(INT,) * 4,  # mask, key tiles
+                *(INT,) * 3,  # mask
                 *(POINTER, INT),  # result, threads
             ],
         )
@@ -33,7 +33,6 @@ class NativeDrafter:
         self,
         qkv_TOK: torch.Tensor,
         heads: BlockHeads,
-        positions_T: torch.Tensor,
         context_keys_RJK: torch.Tensor,
         context_values_RJK: torch.Tensor,
         keys: PagedKeys,
@@ -42,12 +41,11 @@ class NativeDrafter:
         num_rows, _, width = qkv_TOK.shape
         mask, table_SP = heads.mask, keys.page_table_SP
         assert qkv_TOK.is_contiguous() and context_keys_RJK.is_contiguous() and context_values_RJK.is_contiguous()
-        assert table_SP.stride(1) == 1 and keys.num_keys_S.is_contiguous() and positions_T.is_contiguous()
+        assert table_SP.stride(1) == 1 and keys.num_keys_S.is_contiguous()
         out_THK = qkv_TOK.new_empty(num_rows, heads.num_heads, width)
         self._attend(
             qkv_TOK.data_ptr(),
             heads.gains_PK.data_ptr(),
-            positions_T.data_ptr(),
             heads.table.cos_PF.data_ptr(),
             heads.table.sin_PF.data_ptr(),
             context_keys_RJK.data_ptr(),
@@ -66,7 +64,6 @@ class NativeDrafter:
             mask.causal,
             mask.window or 0,
             mask.window_from_anchor,
-            keys.num_tiles,
             out_THK.data_ptr(),
             torch.get_num_threads(),
         )

@@ -2,6 +2,7 @@
 
 Prompt rows take the same path as decode rows, one by one: in float32 a chunk form has hardly fewer operations
 (3 against 4 multiply-adds an element of the state and row), and where a prompt is cut does not matter.
+A head's state lies transposed in its seat, ``[K, W]``: the recurrence has its lanes over values.
 
 Dims: as in ``outrider.ops.kda_step``.
 """
@@ -161,21 +162,24 @@ class _Commit:
 
 
 class _SeatsAddress:
-    """Address of the record of the seats given last: an engine brings the same ones every time.
+    """Addresses of the records of seats, made once for each: an engine brings the same ones every time.
 
-    They are not kept alive here: the model outlives the engine.
+    The seats are not kept alive here, as the model outlives the engine; their record lives as long as they do.
     """
 
     def __init__(self) -> None:
-        self._seats: weakref.ref[KdaSeats] | None = None
-        self._record = _Seats()
+        self._records: dict[int, _Seats] = {}  # by id of the seats
+        self._last: weakref.ref[KdaSeats] | None = None
         self._address = 0
 
     def of(self, seats: KdaSeats, *, num_layers: int) -> int:
-        """Valid until this is asked for other seats."""
-        if self._seats is None or self._seats() is not seats:
-            self._record = _seats_record(seats, num_layers=num_layers)
-            self._seats, self._address = weakref.ref(seats), ctypes.addressof(self._record)
+        """Valid as long as the seats live."""
+        if self._last is None or self._last() is not seats:
+            records, key = self._records, id(seats)
+            if key not in records:
+                records[key] = _seats_record(seats, num_layers=num_layers)
+                weakref.finalize(seats, records.pop, key, None).atexit = False
+            self._last, self._address = weakref.ref(seats), ctypes.addressof(records[key])
         return self._address
 
 

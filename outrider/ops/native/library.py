@@ -5,17 +5,30 @@ A wrapper takes a ``Library`` and asks it for its functions once; models get the
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
 from outrider.config import native_ops_wanted
 from outrider.ops.native.build import VARIANTS, NativeBuildError, build, intact, library_directories
 
-__all__ = ["INT", "POINTER", "REAL", "Library", "library", "library_for", "load_variant", "runnable_variants"]
+__all__ = [
+    "INT",
+    "POINTER",
+    "REAL",
+    "CallRecorder",
+    "Library",
+    "NativeFunction",
+    "Tape",
+    "library",
+    "library_for",
+    "load_variant",
+    "runnable_variants",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +43,46 @@ NEEDED = {
 }
 
 
+class CallRecorder(Protocol):
+    """Who is told of the calls of a library while it records; see ``program``."""
+
+    def note(self, function: "NativeFunction", arguments: tuple[object, ...]) -> None:
+        """One call, before it runs."""
+
+
+class Tape:
+    """Who records the calls of a library at the moment; None most of the time."""
+
+    __slots__ = ("recorder",)
+
+    def __init__(self) -> None:
+        self.recorder: CallRecorder | None = None
+
+
+class NativeFunction:
+    """A C function that tells the tape of its library about its calls.
+
+    Args:
+        name: without the prefix of the library.
+        function: the C function, its types set.
+        word_function: address of the form that recorded steps call, 0 where there is none (``OUTRIDER_OP``).
+        tape: of the library.
+    """
+
+    __slots__ = ("_function", "_tape", "argument_types", "name", "word_function")
+
+    def __init__(self, name: str, function: "ctypes._NamedFuncPointer", word_function: int, tape: Tape) -> None:
+        self.name, self._function, self.word_function, self._tape = name, function, word_function, tape
+        self.argument_types = tuple(function.argtypes or ())
+
+    def __call__(self, *arguments: object) -> int | None:
+        """Run it; without the interpreter lock."""
+        if self._tape.recorder is not None:
+            self._tape.recorder.note(self, arguments)
+        result: int | None = self._function(*arguments)
+        return result
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Library:
     """A loaded library; one object each, compared by identity."""
@@ -37,13 +90,14 @@ class Library:
     variant: str  # instruction set
     path: Path
     handle: ctypes.CDLL
+    tape: Tape = field(default_factory=Tape)
 
     @property
     def geometry(self) -> str:
         """What a report of the start-up probe calls an operation of this library."""
         return f"native {self.variant}"
 
-    def function(self, name: str, arguments: Sequence[type], result: type | None = None) -> Callable[..., int | None]:
+    def function(self, name: str, arguments: Sequence[type], result: type | None = None) -> NativeFunction:
         """C function ``outrider_<name>``; it runs without the interpreter lock.
 
         Raises:
@@ -51,7 +105,13 @@ class Library:
         """
         function = self.handle[f"outrider_{name}"]
         function.argtypes, function.restype = list(arguments), result
-        return function
+        return NativeFunction(name, function, self._word_function(name), self.tape)
+
+    def _word_function(self, name: str) -> int:
+        try:
+            return ctypes.cast(self.handle[f"outrider_op_{name}"], POINTER).value or 0
+        except AttributeError:
+            return 0
 
 
 def library_for(dtype: torch.dtype, device: torch.device) -> Library | None:

@@ -1,6 +1,7 @@
 """The sequential part of greedy drafting over all sequences in one call (``src/markov.cpp``).
 
-Dims: S sequences, G drafts kept, D model width, V target vocabulary, U draft vocabulary, r Markov rank.
+Dims: S sequences, G drafts kept, D model width, V target vocabulary, U draft vocabulary, r Markov rank,
+M rows of bias kept.
 """
 
 from dataclasses import dataclass
@@ -10,7 +11,11 @@ import torch
 from outrider.ops.native.library import INT, POINTER, REAL, Library
 from outrider.ops.native.panels import pack_panels
 
-__all__ = ["ChainWeights", "NativeMarkov", "chain_weights"]
+__all__ = ["BiasMemo", "ChainWeights", "NativeMarkov", "chain_weights"]
+
+# Rows of bias that are kept: of 256 tokens, four megabytes at most, but of a few even for a large vocabulary.
+MAX_MEMO_ROWS, MAX_MEMO_BYTES, MIN_MEMO_ROWS = 256, 1 << 22, 8
+MEMO_WAYS = 4  # rows that a token may lie in, WAYS of markov.cpp
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +29,26 @@ class ChainWeights:
     confidence_hidden_D: torch.Tensor | None  # float32
     confidence_markov_r: torch.Tensor | None  # float32; None where confidence does not read the previous token
     confidence_bias: float
+    memo: "BiasMemo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BiasMemo:
+    """Bias of tokens seen lately; the chain reads and writes it."""
+
+    ids_M: torch.Tensor  # int64, -1 = none
+    used_N: torch.Tensor  # int64, when each was used last, and then the time; N = M + 1
+    rows_MU: torch.Tensor  # bfloat16
+
+    @classmethod
+    def empty(cls, num_rows: int, draft_vocab_size: int) -> "BiasMemo":
+        """Room for the bias of at least ``num_rows`` tokens."""
+        num_rows += -num_rows % MEMO_WAYS
+        return cls(
+            ids_M=torch.full((num_rows,), -1),
+            used_N=torch.zeros(num_rows + 1, dtype=torch.int64),
+            rows_MU=torch.empty((num_rows, draft_vocab_size), dtype=torch.bfloat16),
+        )
 
 
 def chain_weights(
@@ -47,14 +72,17 @@ def chain_weights(
     """
     wide_F = None if confidence_F is None else confidence_F.float()
     with_markov = wide_F is not None and wide_F.shape[0] > hidden_size
+    draft_vocab_size = w2_Ur.shape[0]
+    num_memo_rows = min(MAX_MEMO_ROWS, max(MIN_MEMO_ROWS, MAX_MEMO_BYTES // (2 * draft_vocab_size)))
     return ChainWeights(
         w1_Vr=w1_Vr.contiguous(),
         w2_panels=pack_panels(w2_Ur.T),
-        draft_vocab_size=w2_Ur.shape[0],
+        draft_vocab_size=draft_vocab_size,
         target_ids_U=None if target_ids_U is None else target_ids_U.contiguous(),
         confidence_hidden_D=None if wide_F is None else wide_F[:hidden_size].contiguous(),
         confidence_markov_r=wide_F[hidden_size:].contiguous() if wide_F is not None and with_markov else None,
         confidence_bias=confidence_bias,
+        memo=BiasMemo.empty(num_memo_rows, draft_vocab_size),
     )
 
 
@@ -62,35 +90,56 @@ class NativeMarkov:
     """The native chain; bfloat16."""
 
     def __init__(self, library: Library) -> None:
-        self._chain = library.function("markov_chain", [*(POINTER,) * 8, REAL, *(INT,) * 5, POINTER, POINTER, INT])
+        self._chain = library.function(
+            "markov_chain",
+            [
+                *(POINTER,) * 7,  # anchors, logits, weights, memo
+                *(INT, POINTER, POINTER),  # memo rows, target ids, hidden rows
+                *(POINTER, POINTER, REAL),  # confidence head
+                *(INT,) * 6,  # counts, whether to keep logits
+                *(POINTER, POINTER, INT),  # results, threads
+            ],
+        )
 
     def chain(
-        self, weights: ChainWeights, anchor_ids_S: torch.Tensor, hidden_GSD: torch.Tensor, logits_GSU: torch.Tensor
+        self,
+        weights: ChainWeights,
+        anchor_ids_S: torch.Tensor,
+        hidden_SGD: torch.Tensor,
+        logits_SGU: torch.Tensor,
+        *,
+        keep_logits: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Greedy drafts, left to right.
 
         Args:
             weights: from ``chain_weights``.
             anchor_ids_S: int64 token before the first draft.
-            hidden_GSD: post-norm block rows of the drafts; read for confidence only.
-            logits_GSU: logits without bias; gain it in place.
+            hidden_SGD: post-norm block rows of the drafts; read for confidence only.
+            logits_SGU: logits without bias.
+            keep_logits: let them gain it, in place.
 
         Returns:
             Target ids ``[S, G]``, int64, and the confidence of each ``[S, G]``, float32, where there is a head.
         """
-        num_drafts, num_sequences, width = hidden_GSD.shape
-        assert anchor_ids_S.is_contiguous() and hidden_GSD.is_contiguous() and logits_GSU.is_contiguous()
+        num_sequences, num_drafts, width = hidden_SGD.shape
+        memo = weights.memo
+        assert anchor_ids_S.is_contiguous() and hidden_SGD.is_contiguous() and logits_SGU.is_contiguous()
         token_ids_SG = anchor_ids_S.new_empty(num_sequences, num_drafts)
         confidence_SG = None
         if weights.confidence_hidden_D is not None:
             confidence_SG = weights.confidence_hidden_D.new_empty(num_sequences, num_drafts)
         self._chain(
             anchor_ids_S.data_ptr(),
-            logits_GSU.data_ptr(),
+            logits_SGU.data_ptr(),
             weights.w1_Vr.data_ptr(),
             weights.w2_panels.data_ptr(),
+            memo.ids_M.data_ptr(),
+            memo.used_N.data_ptr(),
+            memo.rows_MU.data_ptr(),
+            memo.ids_M.shape[0],
             _pointer(weights.target_ids_U),
-            hidden_GSD.data_ptr(),
+            hidden_SGD.data_ptr(),
             _pointer(weights.confidence_hidden_D),
             _pointer(weights.confidence_markov_r),
             weights.confidence_bias,
@@ -99,6 +148,7 @@ class NativeMarkov:
             weights.draft_vocab_size,
             weights.w1_Vr.shape[1],
             width,
+            keep_logits,
             token_ids_SG.data_ptr(),
             _pointer(confidence_SG),
             torch.get_num_threads(),

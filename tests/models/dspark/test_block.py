@@ -11,7 +11,7 @@ from outrider.models.dspark.checkpoint import TargetTables, load_model
 from outrider.models.dspark.config_json import parse_config
 from outrider.models.dspark.kernels import TORCH_BLOCK_KERNELS, choose_block_kernels
 from outrider.models.kernels import EXACT_KERNELS
-from outrider.ops.linear import embedding, linear
+from outrider.ops.linear import linear
 from outrider.testing.reference_dspark import ReferenceDSpark, ReferenceShape
 from outrider.testing.toy_dspark import ToyDrafterOptions, toy_drafter_config, write_toy_drafter
 
@@ -72,7 +72,7 @@ class Toy:
         tables = TargetTables(embedding_VD=embedding_VD, head_VD=head_VD)
         return BlockPredictor(
             load_model(self.directory, tables, dtype=dtype, device=torch.device("cpu")),
-            embed=lambda ids: embedding(ids, embedding_VD),
+            embedding_VD=embedding_VD,
             head=lambda rows: linear(rows, head_VD),
             kernels=EXACT_KERNELS,
             max_context=MAX_CONTEXT,
@@ -143,6 +143,7 @@ class Sequences:
                 page_size=PAGE_SIZE,
                 max_position=max(lengths),
             ),
+            keep_logits=True,
         )
 
 
@@ -326,7 +327,14 @@ def test_confidence_needs_a_head(tmp_path):
     tables = TargetTables(embedding_VD=toy.embedding_VD, head_VD=toy.head_VD)
     model = load_model(tmp_path, tables, dtype=F64, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match="no confidence head"):
-        BlockPredictor(model, embed=len, head=len, kernels=EXACT_KERNELS, max_context=9, with_confidence=True)
+        BlockPredictor(
+            model,
+            embedding_VD=toy.embedding_VD,
+            head=len,
+            kernels=EXACT_KERNELS,
+            max_context=9,
+            with_confidence=True,
+        )
 
 
 def test_nan_drafts_are_ids_in_range(tmp_path):
@@ -358,7 +366,9 @@ def test_joining_keeps_names_values_and_memory(tmp_path):
     toy = make_toy(tmp_path, VARIANTS["vanilla"])
     tables = TargetTables(embedding_VD=toy.embedding_VD, head_VD=toy.head_VD)
     model = load_model(tmp_path, tables, dtype=F64, device=torch.device("cpu"))
-    BlockPredictor(model, embed=lambda x: x, head=lambda x: x, kernels=EXACT_KERNELS, max_context=MAX_CONTEXT)
+    BlockPredictor(
+        model, embedding_VD=toy.embedding_VD, head=lambda x: x, kernels=EXACT_KERNELS, max_context=MAX_CONTEXT
+    )
     state = model.state_dict()
     assert state.keys() == toy.weights.keys()
     assert all(torch.equal(state[name], toy.weights[name]) for name in state)

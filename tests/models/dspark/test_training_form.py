@@ -42,7 +42,7 @@ def trained_and_loaded(directory):
     )
     predictor = BlockPredictor(
         model,
-        embed=lambda ids: embedding(ids, table),
+        embedding_VD=table,
         head=lambda rows: rows,
         kernels=EXACT_KERNELS,
         max_context=64,

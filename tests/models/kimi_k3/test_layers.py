@@ -30,7 +30,7 @@ def test_snapshots_hold_what_the_spec_says(toy):
 def test_stream_walk_equals_the_reference(toy):
     """The slab, fed with the reference's sublayer outputs, holds the reference's snapshots."""
     reference = toy("deep").reference(0)
-    stream = ResidualStream(reference.mixtures_LTD[0], 4)
+    stream = ResidualStream(torch.arange(reference.mixtures_LTD.shape[1]), reference.mixtures_LTD[0], 4)
     for i, (a, m) in enumerate(zip(reference.attention_outputs, reference.ffn_outputs, strict=True)):
         if i % 4 == 0:
             stream.open_block()

@@ -65,8 +65,7 @@ class Case:
             scale=self.width**-0.5,
         )
         keys = paged_keys(self.table[chosen], counts, page_size=PAGE, max_context=int(counts.max()) + extra_context)
-        positions = (counts[:, None] + torch.arange(self.rows)).flatten()
-        return self.qkv[chosen].flatten(0, 1), heads, positions, self.context[0], self.context[1], keys
+        return self.qkv[chosen].flatten(0, 1), heads, self.context[0], self.context[1], keys
 
     def run(self, function, mask, chosen, extra_context=0):
         out = function(*self.arguments(mask, chosen, extra_context))

@@ -1,11 +1,13 @@
 """The native chain of greedy drafts against the torch form, draft by draft."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from outrider.models.dspark.heads import ConfidenceHead, MarkovHead, draft_chain
 from outrider.ops.linear import linear
-from outrider.ops.native.markov import NativeMarkov, chain_weights
+from outrider.ops.native.markov import BiasMemo, NativeMarkov, chain_weights
 
 BF16 = torch.bfloat16
 NAN, INF = float("nan"), float("inf")
@@ -35,12 +37,12 @@ class Case:
         ids = torch.randperm(self.vocab)[: self.draft_vocab].sort().values
         self.target_ids = None if self.draft_vocab == self.vocab else ids
         self.anchors = torch.randint(0, self.vocab, (sequences,))
-        self.hidden = torch.randn(drafts, sequences, width).to(BF16)
-        self.logits = (torch.randn(drafts, sequences, self.draft_vocab) * 3).to(BF16)
+        self.hidden = torch.randn(sequences, drafts, width).to(BF16)
+        self.logits = (torch.randn(sequences, drafts, self.draft_vocab) * 3).to(BF16)
 
-    def native(self, markov, chosen=slice(None), confidence=True):
+    def weights(self, confidence=True):
         bias = self.confidence.proj.bias
-        weights = chain_weights(
+        return chain_weights(
             self.head.markov_w1.weight,
             self.head.markov_w2.weight,
             target_ids_U=self.target_ids,
@@ -48,23 +50,26 @@ class Case:
             confidence_bias=0.0 if bias is None else float(bias),
             hidden_size=self.hidden.shape[2],
         )
-        hidden, logits = self.hidden[:, chosen].contiguous(), self.logits[:, chosen].clone()
-        tokens, probability = markov.chain(weights, self.anchors[chosen], hidden, logits)
+
+    def native(self, markov, chosen=slice(None), confidence=True, weights=None, keep_logits=True):
+        weights = weights or self.weights(confidence)
+        hidden, logits = self.hidden[chosen].contiguous(), self.logits[chosen].clone()
+        tokens, probability = markov.chain(weights, self.anchors[chosen], hidden, logits, keep_logits=keep_logits)
         return tokens, probability, logits
 
     def torch(self):
         chain = draft_chain(
             self.head,
             anchor_ids_S=self.anchors,
-            hidden_GSD=self.hidden,
-            logits_GSV=self.logits,
+            hidden_GSD=self.hidden.transpose(0, 1),
+            logits_GSV=self.logits.transpose(0, 1),
             target_ids_V=self.target_ids,
             linear=linear,
         )
-        features = self.hidden.transpose(0, 1)
+        features = self.hidden
         if self.with_markov:
             features = torch.cat((features, torch.stack(chain.previous_GSr, dim=1)), dim=-1)
-        return chain.token_ids_SG, self.confidence.probability(features, linear), torch.stack(chain.logits)
+        return chain.token_ids_SG, self.confidence.probability(features, linear), torch.stack(chain.logits, dim=1)
 
 
 def check(native, torch_form):
@@ -74,8 +79,8 @@ def check(native, torch_form):
     alike = agree.cumprod(1).bool()  # later rows of a chain that forked have other logits
     for g in range(tokens.shape[1]):
         same_past = torch.ones_like(alike[:, 0]) if g == 0 else alike[:, g - 1]
-        difference = (logits[g].double() - expected_logits[g].double()).abs().amax(1)
-        assert bool((difference[same_past] <= 2.0**-6 * expected_logits[g].double().abs().amax(1)[same_past]).all())
+        difference = (logits[:, g].double() - expected_logits[:, g].double()).abs().amax(1)
+        assert bool((difference[same_past] <= 2.0**-6 * expected_logits[:, g].double().abs().amax(1)[same_past]).all())
         confident = (confidence[:, g] - expected_confidence[:, g]).abs()
         assert bool((confident[same_past] < 1e-5).all())
     assert float(alike.float().mean()) > 0.9
@@ -99,7 +104,7 @@ def test_confidence_without_its_options(markov, with_markov, bias):
 def test_the_logits_are_those_the_drafts_were_chosen_from(markov, shape):
     case = Case(shape)
     tokens, _, logits = case.native(markov)
-    chosen = logits.max(-1).indices.T
+    chosen = logits.max(-1).indices
     assert torch.equal(chosen if case.target_ids is None else case.target_ids[chosen], tokens)
 
 
@@ -107,19 +112,19 @@ def test_the_logits_are_those_the_drafts_were_chosen_from(markov, shape):
 def test_a_sequence_has_the_same_bits_alone_and_among_others(markov, shape, threads):
     case = Case(shape, sequences=9)
     whole = case.native(markov)
-    case.logits[:, 4] = NAN
+    case.logits[4] = NAN
     poisoned = case.native(markov)
     for s in range(9):
         alone = case.native(markov, slice(s, s + 1))
         for one, others in ((alone, poisoned), *(((alone, whole),) if s != 4 else ())):
             assert torch.equal(one[0][0], others[0][s]) and torch.equal(one[1][0], others[1][s])
-            assert torch.equal(one[2][:, 0].view(torch.int16), others[2][:, s].view(torch.int16))
+            assert torch.equal(one[2][0].view(torch.int16), others[2][s].view(torch.int16))
 
 
 def test_ties_go_to_the_lowest_id_and_a_nan_to_the_first(markov, threads):
     case = Case(SHAPES[3], sequences=6, drafts=1)
     case.head.markov_w2.weight.zero_()
-    logits = case.logits[0]
+    logits = case.logits[:, 0]
     logits.fill_(-1.0)
     logits[0, [900, 17, 1499]] = 2.0
     logits[1] = -INF
@@ -140,3 +145,28 @@ def test_threads_change_no_bit(markov):
     torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("num_rows", [4, 8, 256])
+def test_rows_of_bias_kept_from_earlier_calls_change_no_bit(markov, num_rows, threads):
+    """A memo of any size, full of other calls' tokens: hits, evictions, two sequences that want one row."""
+    case = Case(SHAPES[3], sequences=8, drafts=5)
+    case.anchors[:6] = torch.tensor([7, 7, *(7 + num_rows * step for step in range(1, 5))]) % case.vocab
+    fresh = case.native(markov)
+    weights = case.weights()
+    memo = BiasMemo.empty(num_rows, case.draft_vocab)
+    memo.rows_MU.fill_(NAN)
+    kept = replace(weights, memo=memo)
+    for chosen in ([0], [5, 3, 0, 1], list(range(8)), [7, 6, 2], list(range(8))):
+        again = case.native(markov, chosen, weights=kept)
+        assert all(torch.equal(one, other[chosen]) for one, other in zip(again, fresh, strict=True)), chosen
+    rows = (memo.ids_M >= 0).nonzero()[:, 0]
+    assert rows.numel() > 0 and torch.equal(memo.ids_M[rows] % (num_rows // 4), rows // 4)
+    assert not bool(memo.rows_MU[rows].isnan().any())
+
+
+def test_logits_nobody_wants_are_left_alone(markov):
+    case = Case()
+    kept, (tokens, confidence, logits) = case.native(markov), case.native(markov, keep_logits=False)
+    assert torch.equal(tokens, kept[0]) and torch.equal(confidence, kept[1])
+    assert torch.equal(logits, case.logits) and not torch.equal(kept[2], case.logits)

@@ -46,6 +46,7 @@ OUTRIDER_API void outrider_situ(const bf16* gate_up, std::int64_t stride, std::i
     return tanh(g * inverse) * bound * sigmoid(g) * (tanh(u * up_inverse) * up_bound);
   });
 }
+OUTRIDER_OP(situ)
 
 // silu(gate) * up of rows [gate | up], each of `width`.
 OUTRIDER_API void outrider_silu_mul(const bf16* gate_up, std::int64_t stride, std::int64_t num_rows,
@@ -53,5 +54,6 @@ OUTRIDER_API void outrider_silu_mul(const bf16* gate_up, std::int64_t stride, st
   over_rows(gate_up, stride, gate_up + width, stride, num_rows, width, out, num_threads,
             [](Vec g, Vec u) { return g * sigmoid(g) * u; });
 }
+OUTRIDER_OP(silu_mul)
 
 }  // namespace outrider

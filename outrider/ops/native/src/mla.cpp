@@ -33,6 +33,13 @@ struct Spans {
   const std::int64_t* row_SM;    // row of the group
   const std::uint8_t* valid_SM;  // 0 where the span is shorter
   const std::int64_t* limit_SM;  // keys the row sees
+
+  // Keys that all rows see, added up.
+  std::int64_t num_scores(std::int64_t num_cells) const {
+    std::int64_t sum = 0;
+    for (std::int64_t cell = 0; cell < num_cells; ++cell) sum += valid_SM[cell] ? limit_SM[cell] : 0;
+    return sum;
+  }
 };
 
 // Projected rows of one head: store(row, its float32 result).
@@ -96,6 +103,9 @@ void attend_sequence(const Sizes& sizes, const Spans& spans, const PageTable& ta
   tiles.start(num_queries, key, sizes.latent, false);
   for (std::int64_t begin = 0; begin < num_keys; begin += TILE) {
     const std::int64_t end = min64(begin + TILE, num_keys);
+    table.for_rows(sequence, end, min64(end + TILE, num_keys), [&](std::int64_t, std::int64_t row) {
+      prefetch(cache + row * key, sizeof(bf16) * key);  // the next tile comes while this one is computed
+    });
     table.for_rows(sequence, begin, end, [&](std::int64_t i, std::int64_t row) {
       std::memcpy(tiles.key_row(i), cache + row * key, sizeof(bf16) * static_cast<std::size_t>(key));
     });
@@ -117,15 +127,15 @@ void attend_sequence(const Sizes& sizes, const Spans& spans, const PageTable& ta
 }  // namespace
 
 // out[t, h] = attention of row t, head h. Panels: per head, packed as pairs.h says, w_uk [nope -> latent] and
-// w_uv [latent -> value]. gate: [rows, heads * value] before its sigmoid, or null. num_tiles: key tiles of the longest
-// sequence, only for the choice to use threads at all.
+// w_uv [latent -> value]. gate: [rows, heads * value] before its sigmoid, or null. Nothing but limit_SM says how long the
+// contexts are, so one set of arguments serves contexts that grow.
 OUTRIDER_API void outrider_mla_absorbed(
     const bf16* q_nope, std::int64_t q_nope_row, std::int64_t q_nope_head, const bf16* q_rope, std::int64_t q_rope_row,
     std::int64_t q_rope_head, const bf16* uk_panels, const bf16* uv_panels, const bf16* cache,
     const std::int64_t* row_SM, const std::uint8_t* valid_SM, const std::int64_t* limit_SM, const std::int64_t* pages,
     std::int64_t pages_row, std::int64_t page_size, std::int64_t sequences, std::int64_t longest, std::int64_t rows,
     std::int64_t heads, std::int64_t nope, std::int64_t rope, std::int64_t latent, std::int64_t value, float scale,
-    const bf16* gate, std::int64_t gate_row, std::int64_t num_tiles, bf16* out, std::int64_t num_threads_wanted) {
+    const bf16* gate, std::int64_t gate_row, bf16* out, std::int64_t num_threads_wanted) {
   static thread_local Buffer<bf16> query_buffer, latent_buffer;
   const Sizes sizes{sequences, longest, rows, heads, nope, rope, latent, value};
   const Strided nope_part{q_nope, q_nope_row, q_nope_head}, rope_part{q_rope, q_rope_row, q_rope_head};
@@ -149,7 +159,7 @@ OUTRIDER_API void outrider_mla_absorbed(
 
   const Spans spans{row_SM, valid_SM, limit_SM};
   const PageTable table{pages, pages_row, page_size};
-  const bool small = rows * heads * num_tiles * TILE * (key + latent) < MIN_PARALLEL_WORK;
+  const bool small = heads * spans.num_scores(sequences * longest) * (key + latent) < MIN_PARALLEL_WORK;
   const std::int64_t groups = small ? 1 : min64(heads, ceil_div(num_threads, max64(sequences, 1)));
   parallel_parts(small ? 1 : num_threads, static_cast<int>(sequences * groups), [&](int part) {
     std::int64_t sequence = part / groups, group = part % groups;
@@ -174,6 +184,7 @@ OUTRIDER_API void outrider_mla_absorbed(
     }
   });
 }
+OUTRIDER_OP(mla_absorbed)
 
 // cache[slots[t]] = [rms_norm(row[0 .. latent)) * weight | row[latent ..)], rounded as outrider/ops/norm.py does.
 OUTRIDER_API void outrider_append_latents(const bf16* row_TC, std::int64_t row_stride, const bf16* weight,
@@ -187,5 +198,6 @@ OUTRIDER_API void outrider_append_latents(const bf16* row_TC, std::int64_t row_s
     std::memcpy(target + latent, row + latent, sizeof(bf16) * static_cast<std::size_t>(rope));
   }
 }
+OUTRIDER_OP(append_latents)
 
 }  // namespace outrider
