@@ -65,6 +65,8 @@ def group(spans, first_row):
         starts=tuple(start for _, start, _ in spans),
         padded_rows_SM=torch.zeros(0, 0, dtype=torch.int64),
         valid_SM=torch.zeros(0, 0, dtype=torch.bool),
+        limits_SM=torch.zeros(0, 0, dtype=torch.int64),
+        num_keys_S=torch.zeros(0, dtype=torch.int64),
     )
 
 
