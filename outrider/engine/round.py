@@ -124,7 +124,7 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
 def _propose(parts: RoundParts, plan: StepPlan) -> Proposal:
     """One batched proposal for every sequence that may use a draft and is let propose."""
     lengths = parts.lengths
-    proposing = lengths.proposing(plan.scheduled)
+    proposing = lengths.proposing(plan.scheduled, parts.drafter.foresee)
     block = parts.drafter.propose(_anchors(parts, [plan.scheduled[i] for i in proposing])) if proposing else None
     if block is None:
         nothing = (0,) * len(plan.scheduled)

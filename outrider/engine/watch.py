@@ -14,7 +14,7 @@ from outrider.plan import ScheduledSequence, SpeculationReport, StepPlan, StepRe
 from outrider.request import RequestUpdate
 from outrider.speculative.calibration import Calibration
 from outrider.speculative.confidence import SurvivalEstimator
-from outrider.speculative.lengths import NOBODY, LengthPolicy, RoundRecord
+from outrider.speculative.lengths import NOBODY, Foresee, LengthPolicy, RoundRecord, unforeseen
 
 __all__ = ["Proposed", "RoundWatch", "WatchedRound"]
 
@@ -85,10 +85,10 @@ class _WatchedLengths:
         self._survival = survival
         self.proposals: dict[int, Proposed] = {}
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
+    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
         """See LengthPolicy."""
         self.proposals = {}
-        return self._policy.proposing(scheduled)
+        return self._policy.proposing(scheduled, foresee)
 
     def choose(
         self,

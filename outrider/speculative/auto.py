@@ -19,7 +19,7 @@ from outrider.speculative.confidence import SurvivalEstimator
 from outrider.speculative.cost import RoundCosts
 from outrider.speculative.decide import Candidate, decide_proposals, decide_rows
 from outrider.speculative.gains import Doubt, GainCurve, LossBudget, Outcomes, Track, spread
-from outrider.speculative.lengths import NOBODY, RoundRecord, no_draft_reason
+from outrider.speculative.lengths import NOBODY, Foresee, RoundRecord, no_draft_reason, unforeseen
 from outrider.speculative.survival import SurvivalModel
 
 __all__ = ["AutoLengths"]
@@ -109,7 +109,7 @@ class AutoLengths:
         self._finished: float | None = None
         self._round: _Round | None = None
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
+    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
         """See LengthPolicy."""
         decodes = [index for index, item in enumerate(scheduled) if not item.is_prompt]
         self._measure_host(len(scheduled))
@@ -132,7 +132,13 @@ class AutoLengths:
         if not able or self._must_learn(now):
             now.reasons.update(dict.fromkeys(able, DraftReason.LEARNING))
             return now.forced
-        return sorted([*now.forced, *self._choose_proposers(scheduled, able, now)])
+        # Who reads pays for nothing but the rows that it will be given: nothing to decide here, and no news of a model.
+        readers = [i for i in able if not _by_coins(scheduled[i]) and foresee(scheduled[i]) is not None]
+        if readers:
+            now.reasons.update(dict.fromkeys(readers, DraftReason.PAYS))
+            able = [index for index in able if index not in readers]
+        asked = self._choose_proposers(scheduled, able, now) if able else []
+        return sorted([*now.forced, *readers, *asked])
 
     def _begin(self, scheduled: Sequence[ScheduledSequence], decodes: list[int]) -> _Round:
         """Costs of this round. Prompt rows in it cost the same whatever is decided, so they are left out."""
@@ -237,7 +243,7 @@ class AutoLengths:
                 if whole:
                     tokens += sum(survivals[: item.draft_budget])
                 else:
-                    ratio = self._outcomes.ratio * self._tracks[item.state_slot].doubt.ratio
+                    ratio = 1.0 if index in read else self._outcomes.ratio * self._track(item).doubt.ratio
                     judged.append(index)
                     cut.append([survival * ratio for survival in survivals[: item.draft_budget]])
         beside = now.beside_s[len(proposing) - len(read)]
@@ -289,12 +295,13 @@ class AutoLengths:
         gained = sum(record.num_accepted) - sum([record.num_accepted[index] for index in now.forced])
         row_loss = self._row_loss(record, now)
         for index in self._learners(record, now):
+            if index in record.read:
+                continue
             item, length, accepted = record.scheduled[index], record.verify_lengths[index], record.num_accepted[index]
             track = self._track(item)
             if index in now.survivals:
                 survivals = now.survivals[index]
-                if index not in record.read:
-                    self._survival.observe(item, now.confidence[index], length, accepted)
+                self._survival.observe(item, now.confidence[index], length, accepted)
                 curve = GainCurve.of(survivals, 1)
                 track.learn(curve, accepted)
                 curves.append(curve)

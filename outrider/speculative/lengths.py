@@ -7,15 +7,20 @@ at the proposal that they cut, because a length that depends on a later draft wo
 Dims: S sequences, G draft positions.
 """
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.plan import DraftReason, RoundTimings, ScheduledSequence, SpeculationReport
 
-__all__ = ["NOBODY", "AllDrafts", "LengthPolicy", "RoundRecord", "no_draft_reason"]
+__all__ = ["NOBODY", "AllDrafts", "Foresee", "LengthPolicy", "RoundRecord", "no_draft_reason", "unforeseen"]
 
 NOBODY: frozenset[int] = frozenset()
+Foresee = Callable[[ScheduledSequence], Sequence[float] | None]  # Drafter.foresee
+
+
+def unforeseen(item: ScheduledSequence) -> None:
+    """Of a drafter that reads nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +43,11 @@ class LengthPolicy(Protocol):
     def reads_confidence(self) -> bool:
         """Whether ``choose`` wants the confidence on the host."""
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
-        """Indices, ascending, of the sequences that propose; a subset of those with a draft budget."""
+    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
+        """Indices, ascending, of the sequences that propose; a subset of those with a draft budget.
+
+        ``foresee`` tells whose drafts would be read from the text, at no cost, see Drafter.
+        """
 
     def choose(
         self,
@@ -76,7 +84,7 @@ class AllDrafts:
     def __init__(self) -> None:
         self._scheduled: Sequence[ScheduledSequence] = ()
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
+    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
         """All that may use a draft."""
         self._scheduled = scheduled
         return [index for index, item in enumerate(scheduled) if item.draft_budget > 0]

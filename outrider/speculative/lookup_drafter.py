@@ -6,11 +6,13 @@ Dims: S sequences, A of them that the other drafter is asked for, G draft positi
 import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate
+from operator import mul
 
 import torch
 
 from outrider.batch import DraftBlock, ForwardBatch, TargetOutput
 from outrider.errors import EngineFault
+from outrider.plan import ScheduledSequence
 from outrider.speculative.drafter import Anchors, Drafter, ObservedSpans
 from outrider.speculative.lookup import TokenHistory
 
@@ -37,6 +39,11 @@ class LookupDrafter:
         self.aux_hidden_stream = inner.aux_hidden_stream
         self._histories: dict[int, TokenHistory] = {}  # by slot; with the anchor where one proposed since
 
+    def foresee(self, item: ScheduledSequence) -> list[float] | None:
+        """See Drafter."""
+        history = self._take(item.state_slot, item.start_position, item.query_token_ids, is_answer=True)
+        return self._readable(history)
+
     def propose(self, anchors: Anchors) -> DraftBlock | None:
         """See Drafter. Only sequences that do not read are given to the inner drafter, if any is."""
         if not anchors.slots:
@@ -47,14 +54,13 @@ class LookupDrafter:
         token_ids = anchors.token_ids_S.tolist()
         for slot, position, token_id in zip(anchors.slots, anchors.positions, token_ids, strict=True):
             histories.append(self._take(slot, position, [token_id], is_answer=True))
-        count = self.num_draft_tokens
-        confidences = [history.confidence(count) for history in histories]
-        reading = [row for row, confidence in enumerate(confidences) if _expected_length(confidence) >= LEAST_GAIN]
+        confidences = [self._readable(history) for history in histories]
+        reading = [row for row, confidence in enumerate(confidences) if confidence is not None]
         if not reading:
             return self.inner.propose(anchors)
         device = anchors.token_ids_S.device
         read = DraftBlock(
-            token_ids_SG=torch.tensor([histories[row].drafts(count) for row in reading], device=device),
+            token_ids_SG=torch.tensor([histories[row].drafts(self.num_draft_tokens) for row in reading], device=device),
             confidence_SG=torch.tensor([confidences[row] for row in reading], dtype=torch.float32, device=device),
             read_rows=frozenset(range(len(reading))),
         )
@@ -117,6 +123,13 @@ class LookupDrafter:
             raise EngineFault(f"drafter slot {slot} holds no sequence; reset it first")
         return self._histories[slot]
 
+    def _readable(self, history: TokenHistory) -> list[float] | None:
+        """Confidence of the drafts that would be read; None where too few are expected to stand."""
+        if not history.match_length:
+            return None
+        confidence = history.confidence(self.num_draft_tokens)
+        return confidence if sum(accumulate(confidence, mul)) >= LEAST_GAIN else None
+
     def _take(self, slot: int, start: int, token_ids: Sequence[int], *, is_answer: bool) -> TokenHistory:
         """Add committed tokens from position ``start`` on; an anchor that has proposed is there already."""
         history = self._history(slot)
@@ -129,11 +142,6 @@ class LookupDrafter:
         else:
             history.extend(token_ids[num_known:])
         return history
-
-
-def _expected_length(confidence_G: Sequence[float]) -> float:
-    """Drafts that stand on average."""
-    return sum(accumulate(confidence_G, lambda survival, confidence: survival * confidence))
 
 
 def _some(anchors: Anchors, rows: list[int]) -> Anchors:
