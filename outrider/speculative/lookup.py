@@ -9,6 +9,7 @@ verified there: did it continue the match? So all of it is a function of the com
 they came.
 """
 
+from array import array
 from collections.abc import Sequence
 
 __all__ = ["TokenHistory"]
@@ -18,7 +19,7 @@ LONGEST = 16  # beyond which a match is not measured any further while it is sea
 MOST_PLACES = 32  # looked at per search, the most recent first
 # Matches of 2, 3, 4, 5, 6 to 7, and 8 and more tokens: how often the next token continues one. The shipped pair on
 # three tiers of prompts, see docs/decisions; each counts as PRIOR_WEIGHT outcomes of a new sequence.
-CLASSES = (0, 0, 0, 1, 2, 3, 4, 4, 5)  # by length of the match, longer ones as the last
+CLASSES = (0, 0, 0, 1, 2, 3, 4, 4)  # by length of the match; longer ones are the last class
 PRIOR_RATES = (0.54, 0.6, 0.74, 0.76, 0.85, 0.95)
 PRIOR_WEIGHT = 4.0
 MEMORY = 0.97  # of earlier outcomes of a class, per outcome
@@ -27,16 +28,16 @@ MEMORY = 0.97  # of earlier outcomes of a class, per outcome
 class TokenHistory:
     """The committed tokens of one sequence, and where its last ones stood before.
 
-    Memory is a table entry and two integers per token; `append` takes a microsecond or two while a match goes on
-    and at most MOST_PLACES comparisons otherwise.
+    Memory is a table entry and two integers per token, about 150 bytes; `append` takes a microsecond or two while a
+    match goes on and at most MOST_PLACES comparisons of LONGEST tokens otherwise.
     """
 
     __slots__ = ("_earlier", "_heads", "_hits", "_length", "_place", "_tokens", "_trials")
 
     def __init__(self) -> None:
-        self._tokens: list[int] = []
-        self._heads: dict[tuple[int, int], int] = {}  # pair -> the last place that it was followed at
-        self._earlier: list[int] = []  # place -> the place before it that follows the same pair, or -1
+        self._tokens = array("q")
+        self._heads: dict[int, int] = {}  # pair, as one number -> the last place that follows it
+        self._earlier = array("q")  # place -> the place before it that follows the same pair, or -1
         self._place = -1  # of the token that continues the match; -1 without one
         self._length = 0  # tokens of the match
         self._hits = [rate * PRIOR_WEIGHT for rate in PRIOR_RATES]
@@ -74,7 +75,7 @@ class TokenHistory:
         There must be a match.
         """
         tokens, place = self._tokens, self._place
-        drafts = tokens[place : place + count]
+        drafts = tokens[place : place + count].tolist()
         period = len(tokens) - place
         while len(drafts) < count:
             drafts.append(drafts[-period])
@@ -96,30 +97,30 @@ class TokenHistory:
         return history
 
     def token_ids(self) -> list[int]:
-        """All of them, oldest first; not to be changed."""
-        return self._tokens
+        """All of them, oldest first."""
+        return self._tokens.tolist()
 
     def confidence(self, count: int) -> list[float]:
         """Of each of the next drafts: the probability that it stands if all before it do; 0 without a match."""
         if self._place < 0:
             return [0.0] * count
-        rates = [hits / trials for hits, trials in zip(self._hits, self._trials, strict=True)]
-        last = len(CLASSES) - 1
-        return [rates[CLASSES[min(length, last)]] for length in range(self._length, self._length + count)]
+        hits, trials = self._hits, self._trials
+        rates = [hits[kind] / trials[kind] for kind in CLASSES[self._length : self._length + count]]
+        return rates + [hits[-1] / trials[-1]] * (count - len(rates))
 
     def _insert(self, token_id: int) -> None:
         tokens = self._tokens
         place = len(tokens)
         earlier = -1
         if place >= SHORTEST:
-            pair = tokens[-2], tokens[-1]
+            pair = tokens[-2] << 32 | tokens[-1]
             earlier = self._heads.get(pair, -1)
             self._heads[pair] = place
         tokens.append(token_id)
         self._earlier.append(earlier)
 
     def _learn(self, length: int, is_hit: bool) -> None:
-        kind = CLASSES[min(length, len(CLASSES) - 1)]
+        kind = CLASSES[length] if length < len(CLASSES) else -1
         self._hits[kind] = MEMORY * self._hits[kind] + is_hit
         self._trials[kind] = MEMORY * self._trials[kind] + 1
 
@@ -128,7 +129,7 @@ class TokenHistory:
         tokens, earlier = self._tokens, self._earlier
         if len(tokens) < SHORTEST:
             return -1, 0
-        place = self._heads.get((tokens[-2], tokens[-1]), -1)
+        place = self._heads.get(tokens[-2] << 32 | tokens[-1], -1)
         best_place, best_length, num_left = -1, 0, MOST_PLACES
         while place >= 0 and num_left:
             limit = min(LONGEST, place)

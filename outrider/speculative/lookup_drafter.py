@@ -50,10 +50,11 @@ class LookupDrafter:
             return None
         if len(set(anchors.slots)) != len(anchors.slots):
             raise EngineFault(f"a slot proposes twice in one round: {anchors.slots}")
-        histories = []
         token_ids = anchors.token_ids_S.tolist()
-        for slot, position, token_id in zip(anchors.slots, anchors.positions, token_ids, strict=True):
-            histories.append(self._take(slot, position, [token_id], is_answer=True))
+        histories = [
+            self._take(slot, position, (token_id,), is_answer=True)
+            for slot, position, token_id in zip(anchors.slots, anchors.positions, token_ids, strict=True)
+        ]
         confidences = [self._readable(history) for history in histories]
         reading = [row for row, confidence in enumerate(confidences) if confidence is not None]
         if not reading:
