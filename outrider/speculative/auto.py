@@ -20,16 +20,14 @@ from outrider.speculative.cost import RoundCosts
 from outrider.speculative.decide import Candidate, decide_proposals, decide_rows
 from outrider.speculative.gains import Doubt, GainCurve, LossBudget, Outcomes, Track, spread
 from outrider.speculative.lengths import NOBODY, Foresee, RoundRecord, no_draft_reason, unforeseen
+from outrider.speculative.reads import ReadCost, choose_reads
 from outrider.speculative.survival import SurvivalModel
 
 __all__ = ["AutoLengths"]
 
 PLAIN_ROUNDS = 3  # in a row, to learn what a plain step costs: at first without a profile, and now and then
-CLOSE_REFRESH, FEW_REFRESH, REFRESH = (
-    4,
-    32,
-    128,
-)  # rounds with drafts after which a plain one is due, while few plain ones were measured
+# Rounds with drafts after which a plain one is due, while few plain ones were measured.
+CLOSE_REFRESH, FEW_REFRESH, REFRESH = 4, 32, 128
 FEW, ENOUGH = 6.0, 24.0  # measurements of a plain step
 CLOSE = 1.15  # times the plain rate: below it what a plain step costs decides, and a plain round costs little
 FIRST_CONFIDENCE = 0.6  # that a draft stands if all before it do, until a drafter has shown what it is worth
@@ -107,6 +105,7 @@ class AutoLengths:
         self._is_close = False  # whether drafting is expected to be hardly faster than plain decoding
         self._earned, self._spent = 1.0, 1.0  # tokens and time of late, in plain rounds
         self._finished: float | None = None
+        self._read_cost = ReadCost()
         self._round: _Round | None = None
 
     def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
@@ -132,13 +131,29 @@ class AutoLengths:
         if not able or self._must_learn(now):
             now.reasons.update(dict.fromkeys(able, DraftReason.LEARNING))
             return now.forced
-        # Who reads pays for nothing but the rows that it will be given: nothing to decide here, and no news of a model.
-        readers = [i for i in able if not _by_coins(scheduled[i]) and foresee(scheduled[i]) is not None]
-        if readers:
-            now.reasons.update(dict.fromkeys(readers, DraftReason.PAYS))
-            able = [index for index in able if index not in readers]
+        readers, able = self._choose_readers(scheduled, able, now, foresee)
         asked = self._choose_proposers(scheduled, able, now) if able else []
         return sorted([*now.forced, *readers, *asked])
+
+    def _choose_readers(
+        self, scheduled: Sequence[ScheduledSequence], able: list[int], now: _Round, foresee: Foresee
+    ) -> tuple[list[int], list[int]]:
+        """Who reads in this round, and whom a model might draft. Where it does not pay to read, drafts do not."""
+        reads: dict[int, Sequence[float]] = {}
+        for index in able:
+            item = scheduled[index]
+            if not _by_coins(item) and (confidence := foresee(item)) is not None:
+                reads[index] = confidence[: item.draft_budget]
+        if not reads:
+            return [], able
+        lengths = choose_reads(
+            list(reads.values()), now.step_s[now.num_forced_rows :],
+            beside_s=now.beside_s[0], read_s=self._read_cost.seconds, num_decodes=now.num_decodes,
+        )  # fmt: skip
+        for index, length in zip(reads, lengths, strict=True):
+            now.reasons[index] = DraftReason.PAYS if length else DraftReason.TOO_DEAR
+        readers = [index for index, length in zip(reads, lengths, strict=True) if length]
+        return readers, [index for index in able if index not in reads]
 
     def _begin(self, scheduled: Sequence[ScheduledSequence], decodes: list[int]) -> _Round:
         """Costs of this round. Prompt rows in it cost the same whatever is decided, so they are left out."""
@@ -275,6 +290,7 @@ class AutoLengths:
             self._since_plain = self._since_plain + 1 if record.proposed else 0
             if len(record.proposed) > len(record.read):
                 costs.propose.add((len(record.proposed) - len(record.read),), timings.propose_s, now.context)
+            self._read_cost.begin(record)
         self._finished = self._clock() if pure else None
 
     def report(self) -> SpeculationReport | None:
@@ -368,7 +384,9 @@ class AutoLengths:
         """Seconds since the round before, if nothing but scheduling happened in between."""
         if self._finished is None:
             return
-        self.costs.host.add((num_sequences,), self._clock() - self._finished)
+        seconds = self._clock() - self._finished
+        if not self._read_cost.end(seconds, self.costs.speed.factor):
+            self.costs.host.add((num_sequences,), seconds)
         self._finished = None
 
 

@@ -28,7 +28,7 @@ MEMORY = 0.97  # of earlier outcomes of a class, per outcome
 class TokenHistory:
     """The committed tokens of one sequence, and where its last ones stood before.
 
-    Memory is a table entry and two integers per token, about 150 bytes; `append` takes a microsecond or two while a
+    Memory is a table entry and two integers per token, about 110 bytes; `append` takes a microsecond or two while a
     match goes on and at most MOST_PLACES comparisons of LONGEST tokens otherwise.
     """
 
