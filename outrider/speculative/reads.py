@@ -13,7 +13,8 @@ from outrider.speculative.lengths import RoundRecord
 
 __all__ = ["ReadCost", "choose_reads"]
 
-MEMORY = 0.1  # weight of a new measurement
+MEMORY = 0.2  # weight of a new measurement
+FORGOTTEN = 0.003  # of what reading adds, per plain round: else one slow moment would end it for ever
 MOST = 2.0  # as which multiple of the mean a measurement counts: beyond, something ran beside it
 MARGIN = 1.03  # by which a round of reads must look faster than a plain one
 
@@ -41,13 +42,17 @@ class ReadCost:
             return False
         read, propose_s = self._last
         seconds = (host_s + propose_s) / speed
+        if read and False not in self._means:
+            self._means[False] = host_s / speed  # until a plain round is seen
         mean = self._means.setdefault(read, seconds)
         self._means[read] = mean + MEMORY * (min(seconds, MOST * mean) - mean)
+        if not read and True in self._means:
+            self._means[True] -= FORGOTTEN * self.seconds
         return read
 
     @property
     def seconds(self) -> float:
-        """0 until both kinds of rounds have been seen."""
+        """0 until a round of reads has been seen."""
         return max(self._means[True] - self._means[False], 0.0) if len(self._means) == 2 else 0.0
 
 
