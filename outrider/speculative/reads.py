@@ -16,7 +16,7 @@ __all__ = ["ReadCost", "choose_reads"]
 MEMORY = 0.2  # weight of a new measurement
 FORGOTTEN = 0.003  # of what reading adds, per plain round: else one slow moment would end it for ever
 MOST = 2.0  # as which multiple of the mean a measurement counts: beyond, something ran beside it
-MARGIN = 1.03  # by which a round of reads must look faster than a plain one
+MARGIN = 1.1  # by which a round of reads must look faster than a plain one: where it hardly pays, estimates err
 
 
 class ReadCost:
