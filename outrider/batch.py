@@ -141,6 +141,9 @@ class DraftBlock:
     # Distribution that each draft was drawn from, given the drafts before it, over target ids; None when
     # no sequence draws, or when drafts are a function of the committed tokens.
     probs_SGV: torch.Tensor | None = None
+    # Host: rows whose drafts were read from the text and not asked of a model: they cost nothing, and their
+    # confidence is measured, not a head's.
+    read_rows: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

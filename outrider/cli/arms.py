@@ -51,6 +51,7 @@ class ArmOptions:
     probe: Literal["auto", "force", "skip"]
     limits: EngineLimits | None = None
     drafter_type: Callable[..., DSparkDrafter] = DSparkDrafter
+    lookup: bool = True
     record_rounds: str = ""  # file for the rounds, the arm is put before its suffix; "" = none
 
 
@@ -74,6 +75,7 @@ def open_arms(arms: Sequence[ArmSpec], options: ArmOptions) -> dict[str, LLM]:
                 max_num_seqs=options.max_num_seqs,
                 limits=options.limits,
                 drafter_type=options.drafter_type,
+                lookup=options.lookup,
                 numerics=options.numerics,
                 probe=options.probe,
                 progress=progress,

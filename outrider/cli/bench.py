@@ -168,6 +168,7 @@ def _options(command: BenchAb, model: Path, workloads: Sequence[Workload], fault
         probe=command.probe,
         limits=EngineLimits(max_prefill_tokens=max(EngineLimits().max_prefill_tokens, longest)),
         drafter_type=DSparkDrafter if fault is None else fault,
+        lookup=fault is None,  # drafts that no fault reaches would hide what it costs
         record_rounds=command.record_rounds,
     )
 

@@ -42,6 +42,7 @@ def run_bench_acceptance(command: BenchAcceptance) -> int:
         max_num_seqs=command.concurrency,
         numerics=command.numerics,
         probe=command.probe,
+        lookup=False,  # the rules are judged on what the drafter's model draws
     )
     # A rule is judged on all drafts, not on those that auto finds worth their time.
     arm = fixed_arm(resolve_num_draft_tokens(speculation, read_config(drafter).num_draft_tokens))

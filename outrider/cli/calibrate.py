@@ -128,6 +128,7 @@ def _open(command: Calibrate, drafter: Path, watch: RoundWatch) -> LLM:
             max_num_seqs=command.concurrency,
             progress=progress,
             watch=watch,
+            lookup=False,  # drafts of the model are judged
         )
 
 

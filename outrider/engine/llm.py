@@ -44,6 +44,7 @@ from outrider.models.registry import load_target
 from outrider.request import Request, RequestUpdate, SamplingParams, samples_of
 from outrider.scheduling.admission import check_token_ids
 from outrider.speculative.drafter import DSparkDrafter, NullDrafter
+from outrider.speculative.lookup_drafter import LookupDrafter
 
 __all__ = ["LLM", "Prompt", "RequestOutput", "SampleOutput"]
 
@@ -67,6 +68,7 @@ class LLM:
         max_model_len: prompt and output tokens of one sequence; None takes the model's, up to 8192.
         limits: further budgets.
         drafter_type: what stands around the drafter's model; a measurement may put a DSparkDrafter of its own here.
+        lookup: draft from the text itself where it repeats, and ask the drafter's model where it does not.
         numerics: "exact" keeps a row's bits its own; "fast" takes the library's kernels and promises nothing.
         probe: start-up probe of exact numerics: "auto" takes the outcome of an earlier start on this machine,
             "force" probes anyway, "skip" never does.
@@ -90,6 +92,7 @@ class LLM:
         max_model_len: int | None = None,
         limits: EngineLimits | None = None,
         drafter_type: Callable[..., DSparkDrafter] = DSparkDrafter,
+        lookup: bool = True,
         numerics: NumericsMode = "exact",
         probe: ProbeMode = "auto",
         progress: Callable[[int, int], None] | None = None,
@@ -133,12 +136,13 @@ class LLM:
             dspark = drafter_type(predictor, num_cache_rows=num_cache_rows) if predictor else None
             if dspark is not None:
                 dspark.reserve(max_num_seqs)
+            proposer = LookupDrafter(dspark) if dspark and lookup else dspark
             self._runner = Runner(
-                self._target, dspark or NullDrafter(), self.config, self._device, calibration=calibration, watch=watch
+                self._target, proposer or NullDrafter(), self.config, self._device, calibration=calibration, watch=watch
             )
             self.engine: Engine = build_engine(
                 self._target,
-                dspark,
+                proposer,
                 self.config,
                 device=self._device,
                 tokenizer=self.tokenizer,

@@ -8,7 +8,7 @@ same. Nothing of it stays: seats are reset when a sequence takes them.
 
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 from time import perf_counter
 
@@ -21,7 +21,7 @@ from outrider.plan import ScheduledSequence, SpeculationReport, StepPlan
 from outrider.scheduling.admission import num_pages_for
 from outrider.speculative.cost import RoundCosts
 from outrider.speculative.drafter import Anchors, Drafter, ObservedSpans
-from outrider.speculative.lengths import RoundRecord
+from outrider.speculative.lengths import NOBODY, Foresee, RoundRecord, unforeseen
 
 __all__ = ["profile_rounds"]
 
@@ -38,6 +38,9 @@ class _RandomDrafts:
         self._drafter, self._vocab_size = drafter, vocab_size
         self.num_draft_tokens = drafter.num_draft_tokens
         self.aux_layer_ids, self.aux_hidden_stream = drafter.aux_layer_ids, drafter.aux_hidden_stream
+
+    def foresee(self, item: ScheduledSequence) -> Sequence[float] | None:
+        return self._drafter.foresee(item)
 
     def propose(self, anchors: Anchors) -> DraftBlock | None:
         block = self._drafter.propose(anchors)
@@ -69,7 +72,7 @@ class _Scripted:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
+    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
         return list(range(len(scheduled))) if self._num_drafts else []
 
     def choose(
@@ -78,6 +81,7 @@ class _Scripted:
         proposing: Sequence[int],
         num_proposed: int,
         confidence_SG: Sequence[Sequence[float]] | None,
+        read: Set[int] = NOBODY,
     ) -> tuple[int, ...]:
         share, rest = divmod(self._num_drafts, len(scheduled))
         return tuple(share + (index < rest) for index in range(len(scheduled)))

@@ -22,11 +22,9 @@ from outrider.models.protocol import TargetModel
 from outrider.plan import ScheduledSequence, StepPlan, StepResult
 from outrider.request import TokenLogprobs
 from outrider.speculative.drafter import Anchors, Drafter, ObservedSpans
-from outrider.speculative.lengths import LengthPolicy, RoundRecord
+from outrider.speculative.lengths import NOBODY, LengthPolicy, RoundRecord
 
 __all__ = ["RoundParts", "run_round"]
-
-NOBODY: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +49,7 @@ class Proposal:
     block_rows: tuple[int, ...]  # row of token_ids_SG per scheduled sequence; 0 without drafts
     verify_lengths: tuple[int, ...]  # per scheduled sequence
     proposed: frozenset[int]  # indices of the scheduled sequences that proposed
+    read: frozenset[int] = NOBODY  # those of them whose drafts were read from the text
     probs_SGV: torch.Tensor | None = None  # what the drafts were drawn from, see DraftBlock
 
 
@@ -79,6 +78,7 @@ def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
             verify_lengths=proposal.verify_lengths,
             num_accepted=decided.num_accepted,
             proposed=proposal.proposed,
+            read=proposal.read,
             num_steps=len(outcomes),
             timings=timings,
         )
@@ -124,7 +124,7 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
 def _propose(parts: RoundParts, plan: StepPlan) -> Proposal:
     """One batched proposal for every sequence that may use a draft and is let propose."""
     lengths = parts.lengths
-    proposing = lengths.proposing(plan.scheduled)
+    proposing = lengths.proposing(plan.scheduled, parts.drafter.foresee)
     block = parts.drafter.propose(_anchors(parts, [plan.scheduled[i] for i in proposing])) if proposing else None
     if block is None:
         nothing = (0,) * len(plan.scheduled)
@@ -132,12 +132,14 @@ def _propose(parts: RoundParts, plan: StepPlan) -> Proposal:
     block_rows = [0] * len(plan.scheduled)
     for row, index in enumerate(proposing):
         block_rows[index] = row
-    confidence = block.confidence_SG if lengths.reads_confidence else None
+    confidence, num_drafts = block.confidence_SG if lengths.reads_confidence else None, block.token_ids_SG.shape[1]
+    read = frozenset([proposing[row] for row in block.read_rows]) if block.read_rows else NOBODY
     return Proposal(
         token_ids_SG=block.token_ids_SG,
         block_rows=tuple(block_rows),
-        verify_lengths=lengths.choose(plan.scheduled, proposing, block.token_ids_SG.shape[1], _listed(confidence)),
+        verify_lengths=lengths.choose(plan.scheduled, proposing, num_drafts, _listed(confidence), read),
         proposed=frozenset(proposing),
+        read=read,
         probs_SGV=block.probs_SGV,
     )
 

@@ -5,14 +5,16 @@ integers after the round, and if it fails, that is logged once and nobody watche
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 from outrider.plan import ScheduledSequence, SpeculationReport, StepPlan, StepResult
 from outrider.request import RequestUpdate
 from outrider.speculative.calibration import Calibration
 from outrider.speculative.confidence import SurvivalEstimator
-from outrider.speculative.lengths import LengthPolicy, RoundRecord
+from outrider.speculative.lengths import NOBODY, Foresee, LengthPolicy, RoundRecord, unforeseen
 
 __all__ = ["Proposed", "RoundWatch", "WatchedRound"]
 
@@ -83,10 +85,10 @@ class _WatchedLengths:
         self._survival = survival
         self.proposals: dict[int, Proposed] = {}
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
+    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
         """See LengthPolicy."""
         self.proposals = {}
-        return self._policy.proposing(scheduled)
+        return self._policy.proposing(scheduled, foresee)
 
     def choose(
         self,
@@ -94,11 +96,15 @@ class _WatchedLengths:
         proposing: Sequence[int],
         num_proposed: int,
         confidence_SG: Sequence[Sequence[float]] | None,
+        read: Set[int] = NOBODY,
     ) -> tuple[int, ...]:
         """See LengthPolicy."""
         shown = confidence_SG if self._policy.reads_confidence else None
-        lengths = self._policy.choose(scheduled, proposing, num_proposed, shown)
+        lengths = self._policy.choose(scheduled, proposing, num_proposed, shown, read)
         survivals = self._survival.survivals([scheduled[index] for index in proposing], confidence_SG)
+        for row, index in enumerate(proposing):
+            if confidence_SG is not None and index in read:
+                survivals[row] = list(accumulate(confidence_SG[row], mul))
         self.proposals = {
             index: Proposed(
                 confidence_G=None if confidence_SG is None else tuple(confidence_SG[row]),
@@ -112,6 +118,8 @@ class _WatchedLengths:
         """See LengthPolicy."""
         self._policy.observe(record)
         for index, proposed in self.proposals.items():
+            if index in record.read:
+                continue
             self._survival.observe(
                 record.scheduled[index],
                 proposed.confidence_G,

@@ -8,8 +8,10 @@ calibrated confidence. After the round: costs, survival and gains are corrected 
 Sequences that accept by coins get their whole budget or nothing, decided from the outcomes of earlier rounds alone.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from time import perf_counter
 
 from outrider.plan import DraftReason, ScheduledSequence, SpeculationReport
@@ -17,17 +19,15 @@ from outrider.speculative.confidence import SurvivalEstimator
 from outrider.speculative.cost import RoundCosts
 from outrider.speculative.decide import Candidate, decide_proposals, decide_rows
 from outrider.speculative.gains import Doubt, GainCurve, LossBudget, Outcomes, Track, spread
-from outrider.speculative.lengths import RoundRecord, no_draft_reason
+from outrider.speculative.lengths import NOBODY, Foresee, RoundRecord, no_draft_reason, unforeseen
+from outrider.speculative.reads import ReadCost, choose_reads
 from outrider.speculative.survival import SurvivalModel
 
 __all__ = ["AutoLengths"]
 
 PLAIN_ROUNDS = 3  # in a row, to learn what a plain step costs: at first without a profile, and now and then
-CLOSE_REFRESH, FEW_REFRESH, REFRESH = (
-    4,
-    32,
-    128,
-)  # rounds with drafts after which a plain one is due, while few plain ones were measured
+# Rounds with drafts after which a plain one is due, while few plain ones were measured.
+CLOSE_REFRESH, FEW_REFRESH, REFRESH = 4, 32, 128
 FEW, ENOUGH = 6.0, 24.0  # measurements of a plain step
 CLOSE = 1.15  # times the plain rate: below it what a plain step costs decides, and a plain round costs little
 FIRST_CONFIDENCE = 0.6  # that a draft stands if all before it do, until a drafter has shown what it is worth
@@ -105,9 +105,10 @@ class AutoLengths:
         self._is_close = False  # whether drafting is expected to be hardly faster than plain decoding
         self._earned, self._spent = 1.0, 1.0  # tokens and time of late, in plain rounds
         self._finished: float | None = None
+        self._read_cost = ReadCost()
         self._round: _Round | None = None
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
+    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
         """See LengthPolicy."""
         decodes = [index for index, item in enumerate(scheduled) if not item.is_prompt]
         self._measure_host(len(scheduled))
@@ -130,7 +131,29 @@ class AutoLengths:
         if not able or self._must_learn(now):
             now.reasons.update(dict.fromkeys(able, DraftReason.LEARNING))
             return now.forced
-        return sorted([*now.forced, *self._choose_proposers(scheduled, able, now)])
+        readers, able = self._choose_readers(scheduled, able, now, foresee)
+        asked = self._choose_proposers(scheduled, able, now) if able else []
+        return sorted([*now.forced, *readers, *asked])
+
+    def _choose_readers(
+        self, scheduled: Sequence[ScheduledSequence], able: list[int], now: _Round, foresee: Foresee
+    ) -> tuple[list[int], list[int]]:
+        """Who reads in this round, and whom a model might draft. Where it does not pay to read, drafts do not."""
+        reads: dict[int, Sequence[float]] = {}
+        for index in able:
+            item = scheduled[index]
+            if not _by_coins(item) and (confidence := foresee(item)) is not None:
+                reads[index] = confidence[: item.draft_budget]
+        if not reads:
+            return [], able
+        lengths = choose_reads(
+            list(reads.values()), now.step_s[now.num_forced_rows :],
+            beside_s=now.beside_s[0], read_s=self._read_cost.seconds, num_decodes=now.num_decodes,
+        )  # fmt: skip
+        for index, length in zip(reads, lengths, strict=True):
+            now.reasons[index] = DraftReason.PAYS if length else DraftReason.TOO_DEAR
+        readers = [index for index, length in zip(reads, lengths, strict=True) if length]
+        return readers, [index for index in able if index not in reads]
 
     def _begin(self, scheduled: Sequence[ScheduledSequence], decodes: list[int]) -> _Round:
         """Costs of this round. Prompt rows in it cost the same whatever is decided, so they are left out."""
@@ -208,6 +231,7 @@ class AutoLengths:
         proposing: Sequence[int],
         num_proposed: int,
         confidence_SG: Sequence[Sequence[float]] | None,
+        read: Set[int] = NOBODY,
     ) -> tuple[int, ...]:
         """See LengthPolicy."""
         now = self._round
@@ -226,14 +250,18 @@ class AutoLengths:
                 tokens += self._tracks[item.state_slot].curve.gains[0] if index in now.coins else 0.0
             if not _by_coins(item):
                 now.confidence[index] = confidence
-                survivals = now.survivals[index] = self._survival.survival(item, confidence)[:num_proposed]
+                if index in read and confidence is not None:  # measured on this very text: nothing to calibrate
+                    survivals = list(accumulate(confidence, mul))
+                else:
+                    survivals = self._survival.survival(item, confidence)[:num_proposed]
+                now.survivals[index] = survivals
                 if whole:
                     tokens += sum(survivals[: item.draft_budget])
                 else:
-                    ratio = self._outcomes.ratio * self._tracks[item.state_slot].doubt.ratio
+                    ratio = 1.0 if index in read else self._outcomes.ratio * self._track(item).doubt.ratio
                     judged.append(index)
                     cut.append([survival * ratio for survival in survivals[: item.draft_budget]])
-        beside = now.beside_s[len(proposing)]
+        beside = now.beside_s[len(proposing) - len(read)]
         seconds = [beside + step for step in now.step_s[num_rows:]]
         choice = decide_rows(cut, seconds, tokens=tokens, worth=self._worth(now))
         for index, length in zip(judged, choice.lengths, strict=True):
@@ -260,8 +288,9 @@ class AutoLengths:
                 # A plain round after one with drafts finds caches full of what the drafter reads; most do not.
                 costs.step.add((now.num_decodes, num_rows), timings.total_s - timings.propose_s, now.context)
             self._since_plain = self._since_plain + 1 if record.proposed else 0
-            if record.proposed:
-                costs.propose.add((len(record.proposed),), timings.propose_s, now.context)
+            if len(record.proposed) > len(record.read):
+                costs.propose.add((len(record.proposed) - len(record.read),), timings.propose_s, now.context)
+            self._read_cost.begin(record)
         self._finished = self._clock() if pure else None
 
     def report(self) -> SpeculationReport | None:
@@ -282,6 +311,8 @@ class AutoLengths:
         gained = sum(record.num_accepted) - sum([record.num_accepted[index] for index in now.forced])
         row_loss = self._row_loss(record, now)
         for index in self._learners(record, now):
+            if index in record.read:
+                continue
             item, length, accepted = record.scheduled[index], record.verify_lengths[index], record.num_accepted[index]
             track = self._track(item)
             if index in now.survivals:
@@ -353,7 +384,9 @@ class AutoLengths:
         """Seconds since the round before, if nothing but scheduling happened in between."""
         if self._finished is None:
             return
-        self.costs.host.add((num_sequences,), self._clock() - self._finished)
+        seconds = self._clock() - self._finished
+        if not self._read_cost.end(seconds, self.costs.speed.factor):
+            self.costs.host.add((num_sequences,), seconds)
         self._finished = None
 
 

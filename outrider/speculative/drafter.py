@@ -20,6 +20,7 @@ from outrider.errors import EngineFault
 from outrider.models.dspark.block import BlockAnchors, BlockPredictor
 from outrider.models.dspark.recorded import RecordedBlocks, WaitingSpans
 from outrider.ops.waiting import KeptSpans
+from outrider.plan import ScheduledSequence
 
 __all__ = ["Anchors", "DSparkDrafter", "Drafter", "NullDrafter", "ObservedSpans"]
 
@@ -61,6 +62,12 @@ class Drafter(Protocol):
     def aux_hidden_stream(self) -> str:
         """Which stream to tap: "mixture" or "prefix"."""
 
+    def foresee(self, item: ScheduledSequence) -> Sequence[float] | None:
+        """Confidence of the drafts of a decoding sequence if it will read them from its text, at no cost.
+
+        None where a model will be asked. ``propose`` for the same anchor keeps to it.
+        """
+
     def propose(self, anchors: Anchors) -> DraftBlock | None:
         """One block for every anchor, all in one call; None when there is nothing to verify.
 
@@ -93,6 +100,9 @@ class NullDrafter:
     num_draft_tokens = 0
     aux_layer_ids: tuple[int, ...] = ()
     aux_hidden_stream = "mixture"
+
+    def foresee(self, item: ScheduledSequence) -> None:
+        """Nothing to read."""
 
     def propose(self, anchors: Anchors) -> None:
         """No drafts."""
@@ -208,6 +218,9 @@ class DSparkDrafter:
         rows_2LRJK = self._context.rows_2LRJK
         rows_2LRJK.index_copy_(2, rows_R, context_2LRJK.to(rows_2LRJK.device))
         self._observed[slot] = self._stored[slot] = context_2LRJK.shape[2]
+
+    def foresee(self, item: ScheduledSequence) -> None:
+        """See Drafter; the model is always asked."""
 
     @torch.inference_mode()
     def propose(self, anchors: Anchors) -> DraftBlock | None:

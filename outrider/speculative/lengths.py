@@ -7,13 +7,20 @@ at the proposal that they cut, because a length that depends on a later draft wo
 Dims: S sequences, G draft positions.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from typing import Protocol
 
 from outrider.plan import DraftReason, RoundTimings, ScheduledSequence, SpeculationReport
 
-__all__ = ["AllDrafts", "LengthPolicy", "RoundRecord", "no_draft_reason"]
+__all__ = ["NOBODY", "AllDrafts", "Foresee", "LengthPolicy", "RoundRecord", "no_draft_reason", "unforeseen"]
+
+NOBODY: frozenset[int] = frozenset()
+Foresee = Callable[[ScheduledSequence], Sequence[float] | None]  # Drafter.foresee
+
+
+def unforeseen(item: ScheduledSequence) -> None:
+    """Of a drafter that reads nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +31,7 @@ class RoundRecord:
     verify_lengths: tuple[int, ...]
     num_accepted: tuple[int, ...]
     proposed: frozenset[int]  # indices of the sequences that proposed
+    read: frozenset[int] = frozenset()  # those of them whose drafts were read from the text, see DraftBlock
     num_steps: int
     timings: RoundTimings
 
@@ -35,8 +43,11 @@ class LengthPolicy(Protocol):
     def reads_confidence(self) -> bool:
         """Whether ``choose`` wants the confidence on the host."""
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
-        """Indices, ascending, of the sequences that propose; a subset of those with a draft budget."""
+    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
+        """Indices, ascending, of the sequences that propose; a subset of those with a draft budget.
+
+        ``foresee`` tells whose drafts would be read from the text, at no cost, see Drafter.
+        """
 
     def choose(
         self,
@@ -44,8 +55,12 @@ class LengthPolicy(Protocol):
         proposing: Sequence[int],
         num_proposed: int,
         confidence_SG: Sequence[Sequence[float]] | None,
+        read: Set[int] = NOBODY,
     ) -> tuple[int, ...]:
-        """Drafts to verify of each scheduled sequence; at most its budget, 0 where nothing was proposed."""
+        """Drafts to verify of each scheduled sequence; at most its budget, 0 where nothing was proposed.
+
+        ``read`` are the indices of sequences whose drafts were read from the text, see DraftBlock.
+        """
 
     def observe(self, record: RoundRecord) -> None:
         """Learn from a finished round."""
@@ -69,7 +84,7 @@ class AllDrafts:
     def __init__(self) -> None:
         self._scheduled: Sequence[ScheduledSequence] = ()
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence]) -> list[int]:
+    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
         """All that may use a draft."""
         self._scheduled = scheduled
         return [index for index, item in enumerate(scheduled) if item.draft_budget > 0]
@@ -80,6 +95,7 @@ class AllDrafts:
         proposing: Sequence[int],
         num_proposed: int,
         confidence_SG: Sequence[Sequence[float]] | None,
+        read: Set[int] = NOBODY,
     ) -> tuple[int, ...]:
         """Whole budgets. Sees no draft content."""
         chosen = set(proposing)

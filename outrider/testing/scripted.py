@@ -12,6 +12,7 @@ import torch
 from outrider.batch import DraftBlock, ForwardBatch, TargetOutput
 from outrider.errors import EngineFault
 from outrider.models.protocol import AuxStream
+from outrider.plan import ScheduledSequence
 from outrider.speculative.drafter import Anchors, ObservedSpans
 
 __all__ = ["Script", "ScriptedDrafter", "garbage", "oracle", "random_drafts", "wrong_at"]
@@ -35,6 +36,9 @@ class ScriptedDrafter:
         self._script = script
         self._token_ids: dict[int, list[int]] = {}
         self.num_proposed = 0
+
+    def foresee(self, item: ScheduledSequence) -> None:
+        """See Drafter; nothing is read."""
 
     def propose(self, anchors: Anchors) -> DraftBlock:
         """One row of scripted drafts per anchor."""

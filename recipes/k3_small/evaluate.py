@@ -135,11 +135,12 @@ def metered_engine(meter: EntropyMeter) -> Engine:
 
 
 def pair_engine(arguments: argparse.Namespace) -> Engine:
-    """The pair with all drafts verified in every round: the drafter is judged, not the choice of lengths."""
+    """The drafter's own drafts, all verified in every round: it is judged, not lookup or the choice of lengths."""
     return LLM(
         arguments.model,
         arguments.drafter,
         speculation=read_config(arguments.drafter).num_draft_tokens,
+        lookup=False,
         max_num_seqs=NUM_SEATS,
         max_model_len=MAX_POSITIONS,
     ).engine

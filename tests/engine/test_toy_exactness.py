@@ -16,7 +16,7 @@ from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.protocol import TargetCaches
 from outrider.models.registry import load_target
 from outrider.request import Request, SamplingParams
-from outrider.speculative.lengths import AllDrafts
+from outrider.speculative.lengths import AllDrafts, unforeseen
 from outrider.testing.scripted import Script, ScriptedDrafter, garbage, oracle, random_drafts, wrong_at
 from outrider.testing.toy import ToyOptions, deep_toy, write_toy_checkpoint
 
@@ -181,10 +181,10 @@ def test_lengths_that_follow_no_rule_give_the_plain_stream(target, asked, plain,
     """Whatever a policy might choose, who proposes and how much is verified changes no token."""
     dice = random.Random(seed)
 
-    def proposing(self, scheduled):  # type: ignore[no-untyped-def]
+    def proposing(self, scheduled, foresee=unforeseen):  # type: ignore[no-untyped-def]
         return [i for i, item in enumerate(scheduled) if item.draft_budget > 0 and dice.random() < 0.6]
 
-    def choose(self, scheduled, proposing, num_proposed, confidence_SG):  # type: ignore[no-untyped-def]
+    def choose(self, scheduled, proposing, num_proposed, confidence_SG, read=frozenset()):  # type: ignore[no-untyped-def]
         chosen = set(proposing)
         return tuple(
             dice.randint(0, min(item.draft_budget, num_proposed)) if i in chosen else 0

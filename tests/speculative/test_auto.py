@@ -9,7 +9,7 @@ from outrider.plan import DraftReason, RoundTimings
 from outrider.speculative.auto import AutoLengths
 from outrider.speculative.cost import RoundCosts
 from outrider.speculative.gains import Doubt, LossBudget, Outcomes, Track
-from outrider.speculative.lengths import AllDrafts, RoundRecord
+from outrider.speculative.lengths import AllDrafts, RoundRecord, unforeseen
 from outrider.testing.machine import NUM_DRAFTS, Costs, Drafts, SimulatedMachine, decoding, steady
 
 MACHINES = {  # sequences and costs: a small model, one whose rows are dear, tiles, and one bound by its weights
@@ -28,11 +28,11 @@ class Fixed(AllDrafts):
         super().__init__()
         self.num_drafts = num_drafts
 
-    def proposing(self, scheduled):  # type: ignore[no-untyped-def]
-        return super().proposing(scheduled) if self.num_drafts else []
+    def proposing(self, scheduled, foresee=unforeseen):  # type: ignore[no-untyped-def]
+        return super().proposing(scheduled, foresee) if self.num_drafts else []
 
-    def choose(self, scheduled, proposing, num_proposed, confidence_SG):  # type: ignore[no-untyped-def]
-        whole = super().choose(scheduled, proposing, num_proposed, confidence_SG)
+    def choose(self, scheduled, proposing, num_proposed, confidence_SG, read=frozenset()):  # type: ignore[no-untyped-def]
+        whole = super().choose(scheduled, proposing, num_proposed, confidence_SG, read)
         return tuple(min(length, self.num_drafts) for length in whole)
 
 
