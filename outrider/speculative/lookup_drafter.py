@@ -5,7 +5,7 @@ Dims: S sequences, A of them that the other drafter is asked for, G draft positi
 
 import dataclasses
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import accumulate, chain
 from operator import mul
 
@@ -39,6 +39,15 @@ class LookupDrafter:
         self.aux_layer_ids = inner.aux_layer_ids
         self.aux_hidden_stream = inner.aux_hidden_stream
         self._histories: dict[int, TokenHistory] = {}  # by slot; with the anchor where one proposed since
+
+    @property
+    def lapsed(self) -> Set[int]:
+        """See Drafter: only the inner drafter needs a context; text is read without."""
+        return self.inner.lapsed
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """See Drafter."""
+        self.inner.lapse(slots)
 
     def foresee(self, item: ScheduledSequence) -> list[float] | None:
         """See Drafter."""
