@@ -146,9 +146,9 @@ class AutoLengths:
         self,
         scheduled: Sequence[ScheduledSequence],
         able: list[int],
-        now: RoundState,
         foresee: Foresee,
         lapsed: Set[int],
+        now: RoundState,
     ) -> tuple[list[int], list[int]]:
         """Who reads in this round, and whom a model might draft. Where it does not pay to read, drafts do not.
 
