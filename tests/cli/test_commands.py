@@ -244,9 +244,10 @@ def test_bench_fails_when_an_arm_never_drafted(talking_pair, tmp_path: Path, cap
     target, drafter = talking_pair
     line = f"bench ab {target} --drafter {drafter} --prompts {write_prompts(tmp_path / 'set.jsonl')}".split()
     line += "--concurrency 1 --repeats 1 --max-repeats 1 --tiers a --num-prompts 1 --max-tokens 2".split()
-    for arm in ("fixed4", "auto"):
-        assert main([*line, "--arms", f"plain,{arm}"]) == 1
-        assert f"arm {arm} verified no draft in c1 a: nothing was compared" in caplog.text
+    assert main([*line, "--arms", "plain,fixed4"]) == 1
+    assert "arm fixed4 verified no draft in c1 a: nothing was compared" in caplog.text
+    assert main([*line, "--arms", "plain,auto"]) == 0, "auto may find that drafts do not pay"
+    assert "arm auto found no draft worth verifying in c1 a" in caplog.text
     assert main([*line, "--arms", "plain,off"]) == 0
 
 

@@ -31,6 +31,7 @@ __all__ = ["parse_config", "read_config"]
 _NESTED_KEYS = ("dspark_config", "dflash_config")
 _MISSING = object()
 _MAX_LAYERS = 1_000
+_MAX_YARN_FACTOR = 1e6  # far above any model, and products with positions stay numbers
 
 
 def read_config(path: Path) -> DSparkConfig:
@@ -334,8 +335,8 @@ def _yarn(rope: _Keys, body: _Keys) -> YarnConfig:
     if original < 1:
         raise ConfigError("yarn needs original_max_position_embeddings or max_position_embeddings")
     factor = rope.number("factor", longest / original)
-    if factor < 1.0:
-        raise ConfigError(f"yarn factor={factor} must be at least 1")
+    if not 1.0 <= factor <= _MAX_YARN_FACTOR:
+        raise ConfigError(f"yarn factor={factor:g} is outside 1..{_MAX_YARN_FACTOR:g}")
     if not rope.boolean("truncate", True):
         raise UnsupportedError("yarn truncate=false is not offered")
     mscale, mscale_all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)

@@ -57,5 +57,6 @@ OUTRIDER_API void outrider_accept_greedy(const bf16* logits, std::int64_t stride
   };
   parallel_ranges(static_cast<int>(num_threads), num_sequences, 1, num_sequences * width, body);
 }
+OUTRIDER_OP(accept_greedy)
 
 }  // namespace outrider
