@@ -36,6 +36,7 @@ FIRST_WEIGHT = 1.0  # proposals that this first guess counts for
 MEAN_MEMORY = 0.03  # weight of a proposal in the mean of all requests
 OUTCOME_MEMORY = 0.98
 SUREST = 0.98
+ASK_EVERY = 4  # rounds from one look at what could be read to the next
 WORTH_MEMORY = 0.95
 COMMON = 4  # probes fall on every fourth round: a proposal for many costs little more than for one
 
@@ -80,6 +81,8 @@ class AutoLengths:
         self._earned, self._spent = 1.0, 1.0  # tokens and time of late, in plain rounds
         self._finished: float | None = None
         self._read_cost = ReadCost()
+        self._readers: set[int] = set()  # state slots that read in the last round
+        self._num_asked = 0  # rounds
         self._round: RoundState | None = None
 
     def gives_up(self, item: ScheduledSequence, num_sequences: int) -> bool:
@@ -102,8 +105,10 @@ class AutoLengths:
     ) -> list[int]:
         """See LengthPolicy."""
         decodes = [index for index, item in enumerate(scheduled) if not item.is_prompt]
+        self._num_asked += 1
         if lapsed and not self._anybody_drafts(scheduled, decodes, foresee, lapsed):
             self._round = self._finished = None
+            self._readers.clear()
             return []
         self._measure_host(len(scheduled))
         if not decodes:
@@ -136,11 +141,13 @@ class AutoLengths:
         self, scheduled: Sequence[ScheduledSequence], decodes: list[int], foresee: Foresee, lapsed: Set[int]
     ) -> bool:
         """Whether anybody has not lapsed, or could read; a round without either costs next to nothing."""
-        for index in decodes:
-            item = scheduled[index]
-            if item.state_slot not in lapsed or foresee(item) is not None:
-                return True
-        return False
+        items = [scheduled[index] for index in decodes]
+        may_read = self._may_read
+        return any(item.state_slot not in lapsed or (may_read(item) and foresee(item) is not None) for item in items)
+
+    def _may_read(self, item: ScheduledSequence) -> bool:
+        """Whether to ask what a sequence could read: it read last, or its turn has come; asking takes its time too."""
+        return item.state_slot in self._readers or (self._num_asked + item.state_slot) % ASK_EVERY == 0
 
     def _choose_readers(
         self,
@@ -158,11 +165,12 @@ class AutoLengths:
         somebody_draws = bool(lapsed) and any(item.choice is not None for item in scheduled)
         for index in able:
             item = scheduled[index]
-            if somebody_draws and item.state_slot in lapsed:
+            if (somebody_draws and item.state_slot in lapsed) or not self._may_read(item):
                 continue
             if not by_coins(item) and (confidence := foresee(item)) is not None:
                 reads[index] = confidence[: item.draft_budget]
         if not reads:
+            self._readers.clear()
             return [], able
         lengths = choose_reads(
             list(reads.values()), now.step_s[now.num_forced_rows :],
@@ -171,6 +179,7 @@ class AutoLengths:
         for index, length in zip(reads, lengths, strict=True):
             now.reasons[index] = DraftReason.PAYS if length else DraftReason.TOO_DEAR
         readers = [index for index, length in zip(reads, lengths, strict=True) if length]
+        self._readers = {scheduled[index].state_slot for index in readers}
         return readers, [index for index in able if index not in reads]
 
     def _begin(self, scheduled: Sequence[ScheduledSequence], decodes: list[int]) -> RoundState:
