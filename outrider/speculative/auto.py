@@ -34,9 +34,8 @@ CLOSE = 1.15  # times the plain rate: below it what a plain step costs decides, 
 FIRST_CONFIDENCE = 0.6  # that a draft stands if all before it do, until a drafter has shown what it is worth
 FIRST_WEIGHT = 1.0  # proposals that this first guess counts for
 MEAN_MEMORY = 0.03  # weight of a proposal in the mean of all requests
-OUTCOME_MEMORY = 0.98
-SUREST = 0.98
-ASK_EVERY = 4  # rounds from one look at what could be read to the next
+OUTCOME_MEMORY, SUREST = 0.98, 0.98
+ASK_EVERY, ASK_SELDOM = 4, 32  # rounds from one look at what could be read to the next, powers of two
 WORTH_MEMORY = 0.95
 COMMON = 4  # probes fall on every fourth round: a proposal for many costs little more than for one
 
@@ -82,7 +81,7 @@ class AutoLengths:
         self._finished: float | None = None
         self._read_cost = ReadCost()
         self._readers: set[int] = set()  # state slots that read in the last round
-        self._num_asked = 0  # rounds
+        self._num_asked, self._ask_every = 0, ASK_EVERY
         self._round: RoundState | None = None
 
     def gives_up(self, item: ScheduledSequence, num_sequences: int) -> bool:
@@ -147,7 +146,7 @@ class AutoLengths:
 
     def _may_read(self, item: ScheduledSequence) -> bool:
         """Whether to ask what a sequence could read: it read last, or its turn has come; asking takes its time too."""
-        return item.state_slot in self._readers or (self._num_asked + item.state_slot) % ASK_EVERY == 0
+        return self._num_asked % self._ask_every == 0 or item.state_slot in self._readers
 
     def _choose_readers(
         self,
@@ -180,6 +179,7 @@ class AutoLengths:
             now.reasons[index] = DraftReason.PAYS if length else DraftReason.TOO_DEAR
         readers = [index for index, length in zip(reads, lengths, strict=True) if length]
         self._readers = {scheduled[index].state_slot for index in readers}
+        self._ask_every = ASK_EVERY if readers else min(2 * self._ask_every, ASK_SELDOM)
         return readers, [index for index in able if index not in reads]
 
     def _begin(self, scheduled: Sequence[ScheduledSequence], decodes: list[int]) -> RoundState:

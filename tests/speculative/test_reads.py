@@ -104,13 +104,18 @@ def test_requests_that_accept_by_coins_are_not_read_for_out_of_turn():
 
 def test_reasons_tell_who_reads_and_who_will_not():
     rounds = Rounds(2, reading={0})
-    rounds.round()
+    while not rounds.round()[0]:  # it is asked for now and then
+        pass
     report = rounds.policy.report()
     assert report is not None and report.reasons[0] is DraftReason.PAYS
     rounds = Rounds(2, reading={0}, confidence=[0.05] * NUM_DRAFTS)
-    rounds.round()
-    report = rounds.policy.report()
-    assert report is not None and report.reasons[0] is DraftReason.TOO_DEAR
+    reasons = set()
+    for _ in range(8):
+        rounds.round()
+        report = rounds.policy.report()
+        assert report is not None
+        reasons.add(report.reasons[0])
+    assert DraftReason.TOO_DEAR in reasons
 
 
 def test_rows_are_chosen_where_the_round_is_faster_than_plain():
