@@ -63,7 +63,7 @@ def test_b22_start_up_says_what_the_caches_take(
     assert isinstance(runner, Runner)
     held = runner.caches.num_bytes
     if drafts:
-        inner = runner._parts.drafter
+        inner = runner._parts.drafter.inner  # type: ignore[attr-defined]
         held += inner._context.rows_2LRJK.nbytes + inner._ring_BRW.nbytes  # type: ignore[attr-defined]
     assert report.total_bytes == held
     # Two KDA layers of 3 heads of 16 in float32, and 3 carried inputs of 3 x 48 channels; one MLA layer of 32 + 8.
@@ -93,7 +93,7 @@ def test_start_up_says_what_weights_take(
     assert memory.target_bytes == sum(parameter.nbytes for parameter in llm._target.parameters())
     drafter_bytes = 0
     if speculation == "auto":
-        model = runner._parts.drafter._predictor._model  # type: ignore[attr-defined]
+        model = runner._parts.drafter.inner._predictor._model  # type: ignore[attr-defined]
         drafter_bytes = sum(parameter.nbytes for parameter in model.parameters())
     assert memory.drafter_bytes == drafter_bytes
     assert memory.cache_bytes == llm.caches.total_bytes
