@@ -83,6 +83,7 @@ class ForwardBatch:
     step: SpanGroup  # decode and verify rows (may be empty)
     page_size: int
     max_context: int  # host: largest context_lens_T of the batch, in tokens (0 when empty)
+    wants_taps: bool = True  # host: whether anybody reads what the target taps
     # Set where all tensors lie in a place, which makes them valid until the next batch of the same shape is built.
     # A copy of the batch with another tensor has none.
     place: BatchPlace | None = None

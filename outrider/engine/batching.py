@@ -126,11 +126,13 @@ def upload(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor,
     return flat.split_with_sizes([len(column) for column in columns])
 
 
-def build_batch(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> ForwardBatch:
+def build_batch(
+    spans: StepSpans, drafts: StepDrafts, page_table: PageTable, *, wants_taps: bool = True
+) -> ForwardBatch:
     """Lay the spans of one step out as a flat batch.
 
     Cache rows come from the page table, which has a copy of the pages of the plan. A batch with a ``place`` is valid
-    until the next one of the same shape is built.
+    until the next one of the same shape is built. ``wants_taps`` says whether anybody reads what the target taps.
 
     Raises:
         EngineFault: a row lies outside the pages reserved for its sequence (invariant I7).
@@ -160,6 +162,7 @@ def build_batch(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> 
             num_logits=num_step_rows + sum(wants_logits),
             num_drafts=sum(spans.verify_lengths),
             num_pages=page_table.host_BP.shape[1],
+            wants_taps=wants_taps,
         )
     )
     slab.arrange(tuple(lengths), wants_logits)

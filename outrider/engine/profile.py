@@ -39,6 +39,13 @@ class _RandomDrafts:
         self.num_draft_tokens = drafter.num_draft_tokens
         self.aux_layer_ids, self.aux_hidden_stream = drafter.aux_layer_ids, drafter.aux_hidden_stream
 
+    @property
+    def lapsed(self) -> Set[int]:
+        return self._drafter.lapsed
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        self._drafter.lapse(slots)
+
     def foresee(self, item: ScheduledSequence) -> Sequence[float] | None:
         return self._drafter.foresee(item)
 
@@ -72,7 +79,15 @@ class _Scripted:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
+    def gives_up(self, item: ScheduledSequence, num_sequences: int) -> bool:
+        return False
+
+    def proposing(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        foresee: Foresee = unforeseen,
+        lapsed: Set[int] = NOBODY,
+    ) -> list[int]:
         return list(range(len(scheduled))) if self._num_drafts else []
 
     def choose(

@@ -60,9 +60,11 @@ def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
         proposal = _propose(parts, plan)
         outcomes: list[Outcome] = []
         num_rows = 0
+        lapsed = parts.drafter.lapsed
         for spans, drafts in _steps(plan, proposal, parts.max_step_rows):
             clock.begin("batch")
-            batch = build_batch(spans, drafts, parts.page_table)
+            wants_taps = not lapsed or any(item.state_slot not in lapsed for item in spans.items)
+            batch = build_batch(spans, drafts, parts.page_table, wants_taps=wants_taps)
             clock.begin("forward")
             output = parts.target.forward(batch, parts.caches)
             outcome = parts.acceptance.decide(spans, drafts, batch, output, clock)
@@ -124,7 +126,7 @@ def _joined(outcomes: Sequence[Outcome]) -> Outcome:
 def _propose(parts: RoundParts, plan: StepPlan) -> Proposal:
     """One batched proposal for every sequence that may use a draft and is let propose."""
     lengths = parts.lengths
-    proposing = lengths.proposing(plan.scheduled, parts.drafter.foresee)
+    proposing = lengths.proposing(plan.scheduled, parts.drafter.foresee, parts.drafter.lapsed)
     block = parts.drafter.propose(_anchors(parts, [plan.scheduled[i] for i in proposing])) if proposing else None
     if block is None:
         nothing = (0,) * len(plan.scheduled)

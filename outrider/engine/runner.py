@@ -192,6 +192,8 @@ class Runner:
             if item.is_first:
                 caches.reset((slot,))
                 drafter.reset((slot,))
+                if self._parts.lengths.gives_up(item, len(plan.scheduled)):
+                    drafter.lapse((slot,))
             elif item.is_resumed:
                 copy_in(caches, drafter, self._host_copies.pop(item.request_id), slot=slot, page_ids=item.page_ids)
             elif item.shared_prompt is not None:

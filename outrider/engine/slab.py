@@ -33,6 +33,7 @@ class SlabShape(NamedTuple):
     num_logits: int
     num_drafts: int
     num_pages: int  # of a row of the page table
+    wants_taps: bool = True  # a step without taps computes less, so it has a place of its own
 
     @property
     def is_step(self) -> bool:
@@ -292,5 +293,6 @@ class Slab:
             step=self._step.spans(lengths, starts),
             page_size=self._page_size,
             max_context=max(map(add, starts, lengths), default=0),
+            wants_taps=self.shape.wants_taps,
             place=self.place,
         )

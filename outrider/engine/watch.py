@@ -85,10 +85,19 @@ class _WatchedLengths:
         self._survival = survival
         self.proposals: dict[int, Proposed] = {}
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
+    def gives_up(self, item: ScheduledSequence, num_sequences: int) -> bool:
+        """See LengthPolicy."""
+        return self._policy.gives_up(item, num_sequences)
+
+    def proposing(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        foresee: Foresee = unforeseen,
+        lapsed: Set[int] = NOBODY,
+    ) -> list[int]:
         """See LengthPolicy."""
         self.proposals = {}
-        return self._policy.proposing(scheduled, foresee)
+        return self._policy.proposing(scheduled, foresee, lapsed)
 
     def choose(
         self,

@@ -8,8 +8,7 @@ calibrated confidence. After the round: costs, survival and gains are corrected 
 Sequences that accept by coins get their whole budget or nothing, decided from the outcomes of earlier rounds alone.
 """
 
-from collections.abc import Callable, Collection, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence, Set
 from itertools import accumulate
 from operator import mul
 from time import perf_counter
@@ -17,10 +16,12 @@ from time import perf_counter
 from outrider.plan import DraftReason, ScheduledSequence, SpeculationReport
 from outrider.speculative.confidence import SurvivalEstimator
 from outrider.speculative.cost import RoundCosts
-from outrider.speculative.decide import Candidate, decide_proposals, decide_rows
+from outrider.speculative.decide import decide_proposals, decide_rows
 from outrider.speculative.gains import Doubt, GainCurve, LossBudget, Outcomes, Track, spread
-from outrider.speculative.lengths import NOBODY, Foresee, RoundRecord, no_draft_reason, unforeseen
+from outrider.speculative.lengths import NOBODY, Foresee, RoundRecord, by_coins, no_draft_reason, unforeseen
+from outrider.speculative.prospect import Prospect
 from outrider.speculative.reads import ReadCost, choose_reads
+from outrider.speculative.round_state import RoundState
 from outrider.speculative.survival import SurvivalModel
 
 __all__ = ["AutoLengths"]
@@ -33,38 +34,10 @@ CLOSE = 1.15  # times the plain rate: below it what a plain step costs decides, 
 FIRST_CONFIDENCE = 0.6  # that a draft stands if all before it do, until a drafter has shown what it is worth
 FIRST_WEIGHT = 1.0  # proposals that this first guess counts for
 MEAN_MEMORY = 0.03  # weight of a proposal in the mean of all requests
-OUTCOME_MEMORY = 0.98
-SUREST = 0.98
+OUTCOME_MEMORY, SUREST = 0.98, 0.98
+ASK_EVERY, ASK_SELDOM = 4, 32  # rounds from one look at what could be read to the next, powers of two
 WORTH_MEMORY = 0.95
-MOST_LEARNERS = 16  # proposals of a round that are learnt from, or up to twice as many
 COMMON = 4  # probes fall on every fourth round: a proposal for many costs little more than for one
-
-
-@dataclass(slots=True)
-class _Round:
-    """What is known while a round runs."""
-
-    num_decodes: int
-    context: float
-    step_s: list[float]  # of the step, by drafts verified
-    beside_s: list[float]  # of the rest, by sequences that propose
-    reasons: dict[int, DraftReason] = field(default_factory=dict)  # by index of decoding sequences
-    forced: list[int] = field(default_factory=list)
-    num_forced_rows: int = 0
-    coins: list[int] = field(default_factory=list)  # of those that propose, who accept by coins
-    probes: list[int] = field(default_factory=list)
-    probe_loss: float = 0.0  # plain rounds that their proposals took
-    expected: bool = False  # whether somebody proposes because it is expected to pay
-    confidence: dict[int, Sequence[float] | None] = field(default_factory=dict)
-    survivals: dict[int, list[float]] = field(default_factory=dict)
-    seconds: float = 0.0  # expected, of the whole round
-    break_even: float = 0.0
-    rate: float = 0.0
-
-    @property
-    def plain_s(self) -> float:
-        """Expected seconds without any draft."""
-        return self.beside_s[0] + self.step_s[0]
 
 
 class AutoLengths:
@@ -96,6 +69,7 @@ class AutoLengths:
         self._tracks: dict[int, Track] = {}  # by state slot
         typical = list(prior or (FIRST_CONFIDENCE**count for count in range(1, num_draft_tokens + 1)))
         self._mean = GainCurve.of(typical, FIRST_WEIGHT)
+        self._prospect = Prospect(is_measured=prior is not None)
         self._coins_mean = GainCurve.level(sum(typical), num_draft_tokens, FIRST_WEIGHT)
         self._outcomes = Outcomes(OUTCOME_MEMORY)
         self._doubt = Doubt()  # of all requests
@@ -106,11 +80,35 @@ class AutoLengths:
         self._earned, self._spent = 1.0, 1.0  # tokens and time of late, in plain rounds
         self._finished: float | None = None
         self._read_cost = ReadCost()
-        self._round: _Round | None = None
+        self._readers: set[int] = set()  # state slots that read in the last round
+        self._num_asked, self._ask_every = 0, ASK_EVERY
+        self._round: RoundState | None = None
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
+    def gives_up(self, item: ScheduledSequence, num_sequences: int) -> bool:
+        """See LengthPolicy: where typical drafts are far from paying, taps and context would be kept in vain."""
+        costs = self.costs
+        if (
+            item.speculation != "auto"
+            or item.choice is not None
+            or not (costs.step.is_known and costs.propose.is_known)
+        ):
+            return False
+        context = float(item.start_position + len(item.query_token_ids))
+        return self._prospect.gives_up(self._mean, *self._costs_of(num_sequences, context), num_sequences)
+
+    def proposing(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        foresee: Foresee = unforeseen,
+        lapsed: Set[int] = NOBODY,
+    ) -> list[int]:
         """See LengthPolicy."""
         decodes = [index for index, item in enumerate(scheduled) if not item.is_prompt]
+        self._num_asked += 1
+        if lapsed and not self._anybody_drafts(scheduled, decodes, foresee, lapsed):
+            self._round = self._finished = None
+            self._readers.clear()
+            return []
         self._measure_host(len(scheduled))
         if not decodes:
             self._round = None
@@ -131,20 +129,47 @@ class AutoLengths:
         if not able or self._must_learn(now):
             now.reasons.update(dict.fromkeys(able, DraftReason.LEARNING))
             return now.forced
-        readers, able = self._choose_readers(scheduled, able, now, foresee)
+        readers, able = self._choose_readers(scheduled, able, foresee, lapsed, now)
+        if lapsed:
+            now.reasons.update({index: DraftReason.TOO_DEAR for index in able if scheduled[index].state_slot in lapsed})
+            able = [index for index in able if scheduled[index].state_slot not in lapsed]
         asked = self._choose_proposers(scheduled, able, now) if able else []
         return sorted([*now.forced, *readers, *asked])
 
+    def _anybody_drafts(
+        self, scheduled: Sequence[ScheduledSequence], decodes: list[int], foresee: Foresee, lapsed: Set[int]
+    ) -> bool:
+        """Whether anybody has not lapsed, or could read; a round without either costs next to nothing."""
+        items = [scheduled[index] for index in decodes]
+        may_read = self._may_read
+        return any(item.state_slot not in lapsed or (may_read(item) and foresee(item) is not None) for item in items)
+
+    def _may_read(self, item: ScheduledSequence) -> bool:
+        """Whether to ask what a sequence could read: it read last, or its turn has come; asking takes its time too."""
+        return self._num_asked % self._ask_every == 0 or item.state_slot in self._readers
+
     def _choose_readers(
-        self, scheduled: Sequence[ScheduledSequence], able: list[int], now: _Round, foresee: Foresee
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        able: list[int],
+        foresee: Foresee,
+        lapsed: Set[int],
+        now: RoundState,
     ) -> tuple[list[int], list[int]]:
-        """Who reads in this round, and whom a model might draft. Where it does not pay to read, drafts do not."""
+        """Who reads in this round, and whom a model might draft. Where it does not pay to read, drafts do not.
+
+        Where somebody draws, a drafter may ask its model for all at once, so nobody who has lapsed reads then.
+        """
         reads: dict[int, Sequence[float]] = {}
+        somebody_draws = bool(lapsed) and any(item.choice is not None for item in scheduled)
         for index in able:
             item = scheduled[index]
-            if not _by_coins(item) and (confidence := foresee(item)) is not None:
+            if (somebody_draws and item.state_slot in lapsed) or not self._may_read(item):
+                continue
+            if not by_coins(item) and (confidence := foresee(item)) is not None:
                 reads[index] = confidence[: item.draft_budget]
         if not reads:
+            self._readers.clear()
             return [], able
         lengths = choose_reads(
             list(reads.values()), now.step_s[now.num_forced_rows :],
@@ -153,22 +178,27 @@ class AutoLengths:
         for index, length in zip(reads, lengths, strict=True):
             now.reasons[index] = DraftReason.PAYS if length else DraftReason.TOO_DEAR
         readers = [index for index, length in zip(reads, lengths, strict=True) if length]
+        self._readers = {scheduled[index].state_slot for index in readers}
+        self._ask_every = ASK_EVERY if readers else min(2 * self._ask_every, ASK_SELDOM)
         return readers, [index for index in able if index not in reads]
 
-    def _begin(self, scheduled: Sequence[ScheduledSequence], decodes: list[int]) -> _Round:
+    def _begin(self, scheduled: Sequence[ScheduledSequence], decodes: list[int]) -> RoundState:
         """Costs of this round. Prompt rows in it cost the same whatever is decided, so they are left out."""
         count = len(decodes)
         context = sum([scheduled[index].start_position for index in decodes]) / count
+        step_s, beside_s = self._costs_of(count, context)
+        return RoundState(num_decodes=count, context=context, step_s=step_s, beside_s=beside_s)
+
+    def _costs_of(self, count: int, context: float) -> tuple[list[float], list[float]]:
+        """Seconds of the step by drafts verified, and of the rest by sequences that propose."""
         costs = self.costs
         host = costs.host((count,)) + 1e-9
-        return _Round(
-            num_decodes=count,
-            context=context,
-            step_s=costs.step.table((count,), count, count * (1 + self._num_draft_tokens)).at(context),
-            beside_s=[host, *[host + extra for extra in costs.propose.table((), 1, count).at(context)]],
+        return (
+            costs.step.table((count,), count, count * (1 + self._num_draft_tokens)).at(context),
+            [host, *[host + extra for extra in costs.propose.table((), 1, count).at(context)]],
         )
 
-    def _must_learn(self, now: _Round) -> bool:
+    def _must_learn(self, now: RoundState) -> bool:
         """Whether what a plain step costs has to be measured first."""
         costs = self.costs
         if not costs.is_profiled and (self._num_rounds < PLAIN_ROUNDS or not costs.step.is_known):
@@ -185,7 +215,7 @@ class AutoLengths:
         self._num_plain_left = PLAIN_ROUNDS - 1
         return True
 
-    def _choose_proposers(self, scheduled: Sequence[ScheduledSequence], able: list[int], now: _Round) -> list[int]:
+    def _choose_proposers(self, scheduled: Sequence[ScheduledSequence], able: list[int], now: RoundState) -> list[int]:
         tracks = [self._track(scheduled[index]) for index in able]
         step_s, beside_s = now.step_s[now.num_forced_rows :], now.beside_s[len(now.forced) :]
         price = self._worth(now) * (now.step_s[-1] - now.step_s[0]) / (len(now.step_s) - 1)
@@ -207,15 +237,15 @@ class AutoLengths:
         if due and self._num_rounds % COMMON == 0:
             self._probe(scheduled, [able[place] for place in due], len(paying), now)
         chosen = [able[place] for place in choice.chosen] + now.probes
-        now.coins = [index for index in chosen if _by_coins(scheduled[index])]
+        now.coins = [index for index in chosen if by_coins(scheduled[index])]
         if not chosen:
-            self._note_break_even(now, candidates, beside_s[len(able)], step_s)
+            now.note_nobody(candidates, beside_s[len(able)], step_s)
         return chosen
 
-    def _probe(self, scheduled: Sequence[ScheduledSequence], due: list[int], num_paying: int, now: _Round) -> None:
+    def _probe(self, scheduled: Sequence[ScheduledSequence], due: list[int], num_paying: int, now: RoundState) -> None:
         """Let those propose that wait for it, if the budget has room for all: together they cost least."""
         num_before = len(now.forced) + num_paying
-        num_rows = sum([scheduled[index].draft_budget if _by_coins(scheduled[index]) else 1 for index in due])
+        num_rows = sum([scheduled[index].draft_budget if by_coins(scheduled[index]) else 1 for index in due])
         rows_s = now.step_s[min(now.num_forced_rows + num_rows, len(now.step_s) - 1)] - now.step_s[now.num_forced_rows]
         loss = (now.beside_s[num_before + len(due)] - now.beside_s[num_before]) / now.plain_s
         if not self._budget.allows(loss + rows_s / now.plain_s):
@@ -248,7 +278,7 @@ class AutoLengths:
                 lengths[index] = min(item.draft_budget, num_proposed)
                 num_rows += lengths[index]
                 tokens += self._tracks[item.state_slot].curve.gains[0] if index in now.coins else 0.0
-            if not _by_coins(item):
+            if not by_coins(item):
                 now.confidence[index] = confidence
                 if index in read and confidence is not None:  # measured on this very text: nothing to calibrate
                     survivals = list(accumulate(confidence, mul))
@@ -306,11 +336,11 @@ class AutoLengths:
             plain_rate=now.num_decodes / now.plain_s if known else 0.0,
         )
 
-    def _learn(self, record: RoundRecord, now: _Round) -> None:
+    def _learn(self, record: RoundRecord, now: RoundState) -> None:
         curves, probed = [], now.probe_loss
         gained = sum(record.num_accepted) - sum([record.num_accepted[index] for index in now.forced])
-        row_loss = self._row_loss(record, now)
-        for index in self._learners(record, now):
+        row_loss = now.row_loss(sum(record.verify_lengths))
+        for index in now.learners(record, self._num_rounds):
             if index in record.read:
                 continue
             item, length, accepted = record.scheduled[index], record.verify_lengths[index], record.num_accepted[index]
@@ -344,29 +374,9 @@ class AutoLengths:
         self._earned = WORTH_MEMORY * self._earned + 1 + sum(record.num_accepted) / now.num_decodes
         self._spent = WORTH_MEMORY * self._spent + taken
 
-    def _learners(self, record: RoundRecord, now: _Round) -> Collection[int]:
-        """Whose proposals are learnt from: of very many a different part in every round, and every probe."""
-        parts = len(record.proposed) // MOST_LEARNERS
-        if parts < 2:
-            return record.proposed
-        turn = self._num_rounds % parts
-        return [index for index in record.proposed if index % parts == turn or index in now.probes]
-
-    def _row_loss(self, record: RoundRecord, now: _Round) -> float:
-        """Plain rounds that a verified draft of this round took."""
-        num_rows = sum(record.verify_lengths)
-        return (now.step_s[num_rows] - now.step_s[0]) / num_rows / now.plain_s if num_rows else 0.0
-
-    def _worth(self, now: _Round) -> float:
+    def _worth(self, now: RoundState) -> float:
         """Tokens that a second has been worth lately, for so many sequences; at least what plain decoding makes."""
         return max(self._earned / self._spent, 1.0) * now.num_decodes / now.plain_s
-
-    def _note_break_even(self, now: _Round, candidates: list[Candidate], beside: float, step_s: list[float]) -> None:
-        """Of a round in which nobody drafts: if all did."""
-        rows = min(round(sum([candidate.rows for candidate in candidates])), len(step_s) - 1)
-        longer = (beside + step_s[rows]) / now.plain_s - 1
-        now.break_even = 1 + longer * now.num_decodes / len(candidates)
-        now.rate = now.num_decodes / now.plain_s
 
     def _track(self, item: ScheduledSequence) -> Track:
         """The record of the sequence; a new one, as good as the mean, where the slot changed hands."""
@@ -374,7 +384,7 @@ class AutoLengths:
         if track is None or track.request_id != item.request_id:
             track = (
                 Track(item.request_id, self._coins_mean)
-                if _by_coins(item)
+                if by_coins(item)
                 else Track(item.request_id, self._mean, self._doubt.probability)
             )
             self._tracks[item.state_slot] = track
@@ -388,8 +398,3 @@ class AutoLengths:
         if not self._read_cost.end(seconds, self.costs.speed.factor):
             self.costs.host.add((num_sequences,), seconds)
         self._finished = None
-
-
-def _by_coins(item: ScheduledSequence) -> bool:
-    """Whether drafts are accepted by drawing, not by equality with the target's own token."""
-    return item.choice is not None and item.choice.params.acceptance != "match"

@@ -8,7 +8,7 @@ Dims: S sequences, T flat tokens, A tapped layers, D model width, P pages per se
 L draft layers, R cache rows, J key/value heads, K head width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Protocol
@@ -75,8 +75,18 @@ class Drafter(Protocol):
         may ignore ``sampling`` if its drafts are a function of what it has observed and of the anchor.
         """
 
+    @property
+    def lapsed(self) -> Set[int]:
+        """State slots whose context was given up: no tap of theirs is needed, and no model drafts for them."""
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """Give up the context of sequences until their slots are released."""
+
     def observe(self, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
-        """Take in the committed rows of one target step, prompt chunks included."""
+        """Take in the committed rows of one target step, prompt chunks included.
+
+        A step has no taps where all its sequences have lapsed.
+        """
 
     def reset(self, slots: Sequence[int]) -> None:
         """Start sequences in ``slots``."""
@@ -100,6 +110,11 @@ class NullDrafter:
     num_draft_tokens = 0
     aux_layer_ids: tuple[int, ...] = ()
     aux_hidden_stream = "mixture"
+
+    lapsed: frozenset[int] = frozenset()
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """Nothing to give up."""
 
     def foresee(self, item: ScheduledSequence) -> None:
         """Nothing to read."""
@@ -148,9 +163,21 @@ class DSparkDrafter:
         self._ring_BRW = predictor.context.allocate_rings(1, self._num_waiting)
         self._observed: dict[int, int] = {}  # slot -> context tokens taken in
         self._stored: dict[int, int] = {}  # slot -> those of them whose keys and values are in the cache
+        self._lapsed: set[int] = set()
         self.num_draft_tokens = predictor.num_draft_tokens
         self.aux_layer_ids = config.aux_layer_ids
         self.aux_hidden_stream = config.aux_hidden_stream.value
+
+    @property
+    def lapsed(self) -> Set[int]:
+        """See Drafter."""
+        return self._lapsed
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """See Drafter."""
+        for slot in slots:
+            self.observed_tokens(slot)
+            self._lapsed.add(slot)
 
     @property
     def context_bytes_per_token(self) -> int:
@@ -195,11 +222,17 @@ class DSparkDrafter:
         for slot in slots:
             self.observed_tokens(slot)
             del self._observed[slot], self._stored[slot]
+            self._lapsed.discard(slot)
 
     @torch.inference_mode()
     def snapshot(self, slot: int, rows_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See Drafter: keys and values of the context, ``[2, L, R, J, K]``. The slot must have observed R tokens."""
+        """See Drafter: keys and values of the context, ``[2, L, R, J, K]``; nothing of a sequence that has lapsed.
+
+        The slot must have observed R tokens.
+        """
         self._check_continues(slot, rows_R.shape[0], "copy")
+        if slot in self._lapsed:
+            return ()
         begin, end = self._stored[slot], self._observed[slot]
         if begin < end:
             positions_T = torch.arange(begin, end, device=rows_R.device)
@@ -213,8 +246,12 @@ class DSparkDrafter:
 
     def restore(self, slot: int, rows_R: torch.Tensor, snapshot: tuple[torch.Tensor, ...]) -> None:
         """See Drafter; a slot that still holds a sequence is an engine fault."""
-        (context_2LRJK,) = snapshot
         self.reset((slot,))
+        if not snapshot:
+            self._observed[slot] = self._stored[slot] = rows_R.shape[0]
+            self._lapsed.add(slot)
+            return
+        (context_2LRJK,) = snapshot
         rows_2LRJK = self._context.rows_2LRJK
         rows_2LRJK.index_copy_(2, rows_R, context_2LRJK.to(rows_2LRJK.device))
         self._observed[slot] = self._stored[slot] = context_2LRJK.shape[2]
@@ -236,6 +273,8 @@ class DSparkDrafter:
             raise EngineFault(f"a slot proposes twice in one round: {anchors.slots}")
         for slot, position in zip(anchors.slots, anchors.positions, strict=True):
             self._check_continues(slot, position, "anchor")
+        if not self._lapsed.isdisjoint(anchors.slots):
+            raise EngineFault(f"slots {sorted(self._lapsed.intersection(anchors.slots))} propose without a context")
         slots = anchors.slots
         starts = [self._stored[slot] for slot in slots]
         counts = [position - start for position, start in zip(anchors.positions, starts, strict=True)]
@@ -263,23 +302,32 @@ class DSparkDrafter:
         Raises:
             EngineFault: the target captured no taps, or a span does not continue its slot's context.
         """
-        slots = spans.step_slots + spans.chunk_slots
-        if not slots:
-            return
-        starts = batch.step.starts + batch.chunk.starts
-        counts = spans.step_committed + batch.chunk.lengths
         # This runs in every round, also where nobody drafts: one pass, and no object per span.
-        begins, full, begin = [], [], 0
-        for index, length in enumerate(batch.step.lengths + batch.chunk.lengths):
-            slot, start, count = slots[index], starts[index], counts[index]
+        slots: list[int] = []
+        begins, starts, counts, full, begin = [], [], [], [], 0
+        for slot, start, length, count in zip(
+            spans.step_slots + spans.chunk_slots,
+            batch.step.starts + batch.chunk.starts,
+            batch.step.lengths + batch.chunk.lengths,
+            spans.step_committed + batch.chunk.lengths,
+            strict=True,
+        ):
             if self._observed.get(slot) != start:
                 self._check_continues(slot, start, "span")
             if not 0 <= count <= length:
                 raise EngineFault(f"{count} committed rows of a span of {length}")
-            if start + count - self._stored[slot] > self._num_waiting:
-                full.append(index)
-            begins.append(begin)  # rows of step spans come first
+            if slot in self._lapsed:
+                self._observed[slot] = self._stored[slot] = start + count
+            else:
+                if start + count - self._stored[slot] > self._num_waiting:
+                    full.append(len(slots))
+                slots.append(slot)
+                begins.append(begin)  # rows of step spans come first
+                starts.append(start)
+                counts.append(count)
             begin += length
+        if not slots:
+            return
         if output.aux_hidden_TAD is None:
             raise EngineFault(f"the target captured no taps; set_aux_layers({self.aux_layer_ids}) first")
         kept = KeptSpans(slots=slots, begins=begins, starts=starts, counts=counts)

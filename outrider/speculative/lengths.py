@@ -13,7 +13,7 @@ from typing import Protocol
 
 from outrider.plan import DraftReason, RoundTimings, ScheduledSequence, SpeculationReport
 
-__all__ = ["NOBODY", "AllDrafts", "Foresee", "LengthPolicy", "RoundRecord", "no_draft_reason", "unforeseen"]
+__all__ = ["NOBODY", "AllDrafts", "Foresee", "LengthPolicy", "RoundRecord", "by_coins", "no_draft_reason", "unforeseen"]
 
 NOBODY: frozenset[int] = frozenset()
 Foresee = Callable[[ScheduledSequence], Sequence[float] | None]  # Drafter.foresee
@@ -43,10 +43,19 @@ class LengthPolicy(Protocol):
     def reads_confidence(self) -> bool:
         """Whether ``choose`` wants the confidence on the host."""
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
+    def gives_up(self, item: ScheduledSequence, num_sequences: int) -> bool:
+        """Whether no model will draft for a sequence that begins now, among so many, as long as it lives."""
+
+    def proposing(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        foresee: Foresee = unforeseen,
+        lapsed: Set[int] = NOBODY,
+    ) -> list[int]:
         """Indices, ascending, of the sequences that propose; a subset of those with a draft budget.
 
-        ``foresee`` tells whose drafts would be read from the text, at no cost, see Drafter.
+        ``foresee`` tells whose drafts would be read from the text, at no cost, see Drafter. For the state slots of
+        ``lapsed`` no model drafts.
         """
 
     def choose(
@@ -76,6 +85,11 @@ def no_draft_reason(item: ScheduledSequence) -> DraftReason | None:
     return DraftReason.NO_ROOM if item.draft_budget == 0 else None
 
 
+def by_coins(item: ScheduledSequence) -> bool:
+    """Whether drafts are accepted by drawing, not by equality with the target's own token."""
+    return item.choice is not None and item.choice.params.acceptance != "match"
+
+
 class AllDrafts:
     """Every proposed draft that may still be emitted."""
 
@@ -84,8 +98,17 @@ class AllDrafts:
     def __init__(self) -> None:
         self._scheduled: Sequence[ScheduledSequence] = ()
 
-    def proposing(self, scheduled: Sequence[ScheduledSequence], foresee: Foresee = unforeseen) -> list[int]:
-        """All that may use a draft."""
+    def gives_up(self, item: ScheduledSequence, num_sequences: int) -> bool:
+        """Never."""
+        return False
+
+    def proposing(
+        self,
+        scheduled: Sequence[ScheduledSequence],
+        foresee: Foresee = unforeseen,
+        lapsed: Set[int] = NOBODY,
+    ) -> list[int]:
+        """All that may use a draft; nobody has lapsed where nobody was given up."""
         self._scheduled = scheduled
         return [index for index, item in enumerate(scheduled) if item.draft_budget > 0]
 

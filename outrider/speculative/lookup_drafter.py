@@ -5,7 +5,7 @@ Dims: S sequences, A of them that the other drafter is asked for, G draft positi
 
 import dataclasses
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import accumulate, chain
 from operator import mul
 
@@ -39,6 +39,17 @@ class LookupDrafter:
         self.aux_layer_ids = inner.aux_layer_ids
         self.aux_hidden_stream = inner.aux_hidden_stream
         self._histories: dict[int, TokenHistory] = {}  # by slot; with the anchor where one proposed since
+        # Observed spans that no history has taken in yet: position, tokens, whether they answer.
+        self._waiting: dict[int, list[tuple[int, list[int], bool]]] = {}
+
+    @property
+    def lapsed(self) -> Set[int]:
+        """See Drafter: only the inner drafter needs a context; text is read without."""
+        return self.inner.lapsed
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """See Drafter."""
+        self.inner.lapse(slots)
 
     def foresee(self, item: ScheduledSequence) -> list[float] | None:
         """See Drafter."""
@@ -85,7 +96,7 @@ class LookupDrafter:
         return dataclasses.replace(merged, read_rows=frozenset(reading))
 
     def observe(self, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
-        """See Drafter."""
+        """See Drafter. The tokens wait until somebody asks what their sequence could read."""
         self.inner.observe(batch, output, spans)
         # After a step its ids are no secret to the host: those of accepted drafts have been read as output.
         token_ids = batch.token_ids_T.tolist()
@@ -94,20 +105,19 @@ class LookupDrafter:
         slots, starts = (*spans.step_slots, *spans.chunk_slots), (*batch.step.starts, *batch.chunk.starts)
         begins = accumulate(lengths, initial=0)
         for index, (slot, start, begin, count) in enumerate(zip(slots, starts, begins, counts, strict=False)):
-            is_answer = index < len(spans.step_slots)
-            self._take(slot, start, token_ids[begin : begin + count], is_answer=is_answer)
+            self._waiting[slot].append((start, token_ids[begin : begin + count], index < len(spans.step_slots)))
 
     def reset(self, slots: Sequence[int]) -> None:
         """See Drafter."""
         self.inner.reset(slots)
         for slot in slots:
-            self._histories[slot] = TokenHistory()
+            self._histories[slot], self._waiting[slot] = TokenHistory(), []
 
     def release(self, slots: Sequence[int]) -> None:
         """See Drafter."""
         self.inner.release(slots)
         for slot in slots:
-            del self._histories[slot]
+            del self._histories[slot], self._waiting[slot]
 
     def snapshot(self, slot: int, rows_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """See Drafter: the tokens and the state of their history before what the inner drafter copies."""
@@ -122,12 +132,17 @@ class LookupDrafter:
         """See Drafter."""
         token_ids_R, state, *inner = snapshot
         self.inner.restore(slot, rows_R, tuple(inner))
-        self._histories[slot] = TokenHistory.restored(token_ids_R.tolist(), state.tolist())
+        self._histories[slot], self._waiting[slot] = TokenHistory.restored(token_ids_R.tolist(), state.tolist()), []
 
     def _history(self, slot: int) -> TokenHistory:
         if slot not in self._histories:
             raise EngineFault(f"drafter slot {slot} holds no sequence; reset it first")
-        return self._histories[slot]
+        history, waiting = self._histories[slot], self._waiting[slot]
+        if waiting:
+            for start, token_ids, is_answer in waiting:
+                self._extend(history, slot, start, token_ids, is_answer=is_answer)
+            waiting.clear()
+        return history
 
     def _readable(self, history: TokenHistory) -> list[float] | None:
         """Confidence of the drafts that would be read; None where too few are expected to stand."""
@@ -139,6 +154,11 @@ class LookupDrafter:
     def _take(self, slot: int, start: int, token_ids: Sequence[int], *, is_answer: bool) -> TokenHistory:
         """Add committed tokens from position ``start`` on; an anchor that has proposed is there already."""
         history = self._history(slot)
+        self._extend(history, slot, start, token_ids, is_answer=is_answer)
+        return history
+
+    @staticmethod
+    def _extend(history: TokenHistory, slot: int, start: int, token_ids: Sequence[int], *, is_answer: bool) -> None:
         num_known = len(history) - start
         if num_known not in (0, 1):
             raise EngineFault(f"position {start} of slot {slot}, whose history has {len(history)} tokens")
@@ -147,7 +167,6 @@ class LookupDrafter:
                 history.append(token_id)
         else:
             history.extend(token_ids[num_known:])
-        return history
 
 
 def _some(anchors: Anchors, rows: list[int]) -> Anchors:

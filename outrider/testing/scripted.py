@@ -37,6 +37,11 @@ class ScriptedDrafter:
         self._token_ids: dict[int, list[int]] = {}
         self.num_proposed = 0
 
+    lapsed: frozenset[int] = frozenset()
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """Nothing to give up."""
+
     def foresee(self, item: ScheduledSequence) -> None:
         """See Drafter; nothing is read."""
 

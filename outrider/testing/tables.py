@@ -106,6 +106,11 @@ class TableDrafter:
         self.table_VV = table_VV
         self.num_draft_tokens = num_draft_tokens
 
+    lapsed: frozenset[int] = frozenset()
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """Nothing to give up."""
+
     def foresee(self, item: ScheduledSequence) -> None:
         """See Drafter; nothing is read."""
 

@@ -181,7 +181,7 @@ def test_lengths_that_follow_no_rule_give_the_plain_stream(target, asked, plain,
     """Whatever a policy might choose, who proposes and how much is verified changes no token."""
     dice = random.Random(seed)
 
-    def proposing(self, scheduled, foresee=unforeseen):  # type: ignore[no-untyped-def]
+    def proposing(self, scheduled, foresee=unforeseen, lapsed=frozenset()):  # type: ignore[no-untyped-def]
         return [i for i, item in enumerate(scheduled) if item.draft_budget > 0 and dice.random() < 0.6]
 
     def choose(self, scheduled, proposing, num_proposed, confidence_SG, read=frozenset()):  # type: ignore[no-untyped-def]

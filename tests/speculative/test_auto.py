@@ -28,7 +28,7 @@ class Fixed(AllDrafts):
         super().__init__()
         self.num_drafts = num_drafts
 
-    def proposing(self, scheduled, foresee=unforeseen):  # type: ignore[no-untyped-def]
+    def proposing(self, scheduled, foresee=unforeseen, lapsed=frozenset()):  # type: ignore[no-untyped-def]
         return super().proposing(scheduled, foresee) if self.num_drafts else []
 
     def choose(self, scheduled, proposing, num_proposed, confidence_SG, read=frozenset()):  # type: ignore[no-untyped-def]

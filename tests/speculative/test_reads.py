@@ -85,7 +85,7 @@ def test_reads_say_nothing_of_a_model():
 def test_their_confidence_is_taken_at_its_word():
     rounds = Rounds(1, reading={0}, confidence=[0.9, 0.9, 0.01, 0.9, 0.9, 0.9, 0.9])
     lengths = [rounds.round()[1][0] for _ in range(30)]
-    assert set(lengths) <= {0, 2} and lengths.count(2) > 20
+    assert set(lengths) <= {0, 2} and lengths.count(2) > 12
 
 
 def test_a_round_of_reads_that_takes_the_host_too_long_is_not_run():
@@ -104,13 +104,18 @@ def test_requests_that_accept_by_coins_are_not_read_for_out_of_turn():
 
 def test_reasons_tell_who_reads_and_who_will_not():
     rounds = Rounds(2, reading={0})
-    rounds.round()
+    while not rounds.round()[0]:  # it is asked for now and then
+        pass
     report = rounds.policy.report()
     assert report is not None and report.reasons[0] is DraftReason.PAYS
     rounds = Rounds(2, reading={0}, confidence=[0.05] * NUM_DRAFTS)
-    rounds.round()
-    report = rounds.policy.report()
-    assert report is not None and report.reasons[0] is DraftReason.TOO_DEAR
+    reasons = set()
+    for _ in range(8):
+        rounds.round()
+        report = rounds.policy.report()
+        assert report is not None
+        reasons.add(report.reasons[0])
+    assert DraftReason.TOO_DEAR in reasons
 
 
 def test_rows_are_chosen_where_the_round_is_faster_than_plain():

@@ -167,7 +167,7 @@ class KimiK3Model(nn.Module):
         stream = ResidualStream(
             batch.token_ids_T, self.embedding, self.config.num_snapshots, kernels.mix_norm, kernels.rows
         )
-        taps_TAD = self._tap_buffer(batch.num_tokens)
+        taps_TAD = self._tap_buffer(batch)
         if batch.num_tokens:
             index = StepIndex.of(batch)
             for i, layer in enumerate(self._layers):
@@ -193,10 +193,10 @@ class KimiK3Model(nn.Module):
         self.kernels.rows.gather(normed_TD, rows_N, normed_ND)
         return self.head(normed_ND)
 
-    def _tap_buffer(self, num_tokens: int) -> torch.Tensor | None:
-        if not self.aux_layer_ids:
+    def _tap_buffer(self, batch: ForwardBatch) -> torch.Tensor | None:
+        if not self.aux_layer_ids or not batch.wants_taps:
             return None
-        return self.embedding.new_empty(num_tokens, len(self.aux_layer_ids), self.hidden_size)
+        return self.embedding.new_empty(batch.num_tokens, len(self.aux_layer_ids), self.hidden_size)
 
     def _capture(
         self, layer_id: int, mixture_TD: torch.Tensor, stream: ResidualStream, taps_TAD: torch.Tensor | None
