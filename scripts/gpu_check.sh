@@ -20,8 +20,8 @@ Status 0 = all ran and the gates hold, 1 = something failed, 3 = there is no CUD
 The random weights are drawn on the CPU, one thread: expect one to two minutes of the first run for them.
 --device cpu with a small --shape (a name or a .json file, see outrider bench step) tries the script itself.
 
-This script has NOT been run on a GPU: none was at hand when it was written. All of it was tried with
---device cpu and a small shape.
+This script has NOT been run on a GPU: none was at hand when it was written. With --device cpu and a small shape
+its steps were started and its table printed, on a busy machine where the longer ones met their time limits.
 TEXT
 }
 

@@ -4,11 +4,11 @@ A new flag is a new field here and a new line in the frozen list of tests/test_a
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
-from outrider.cli.arguments_offline import Calibrate, Replay
+from outrider.cli.arguments_offline import Calibrate, ImportGguf, Replay
 from outrider.cli.flags import Acceptance, Biases, Dtype, Experts, Ints, Model, Names, Numerics, Probe, Reals
 from outrider.cli.pair_arguments import Chat, Doctor
 
@@ -328,18 +328,6 @@ class Inspect:
     """Directory with a config.json, or a name under models/; weights are not needed."""
     json: bool = False
     """Print JSON instead of tables."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImportGguf:
-    """Turn a GGUF file of a Llama or Qwen3 model into a checkpoint directory: config, weights, tokenizer, template."""
-
-    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
-    """The .gguf file; F32, F16, BF16, Q8_0, Q4_0 and Q4_1 are read."""
-    out: str = ""
-    """Directory to make; none = the file's name without its ending."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Number format of the weights written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,13 +1,13 @@
 """The commands that look at rounds after the fact, as frozen records; see arguments.py."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from outrider.cli.flags import Dtype, Experts, Model, Names, Reals
 
-__all__ = ["Calibrate", "Replay"]
+__all__ = ["Calibrate", "ImportGguf", "Replay"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +68,15 @@ class Replay:
     """Replays with other draws, whose spread is reported."""
     json: str = ""
     """File for the result."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportGguf:
+    """Turn a GGUF file of a Llama or Qwen3 model into a checkpoint directory: config, weights, tokenizer, template."""
+
+    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
+    """The .gguf file; F32, F16, BF16, Q8_0, Q4_0 and Q4_1 are read."""
+    out: str = ""
+    """Directory to make; none = the file's name without its ending."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Number format of the weights written."""
