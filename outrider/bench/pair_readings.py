@@ -241,6 +241,8 @@ def _orders(config: DSparkConfig) -> Iterator[_Change]:
         swapped = list(range(num_taps))
         swapped[i], swapped[i + 1] = i + 1, i
         orders.setdefault(tuple(swapped), f"with taps {i} and {i + 1} swapped")
+    for step in (1, -1):
+        orders.setdefault(tuple((i + step) % num_taps for i in range(num_taps)), f"rotated by {step:+d} taps")
     for order, word in orders.items():
         if num_taps > 1:
             yield f"fc {word}", f"columns of fc.weight {word}", _tap_order(order)

@@ -9,8 +9,8 @@ from typing import Annotated
 import tyro
 
 from outrider.cli.arguments_offline import Calibrate, ImportGguf, Replay
+from outrider.cli.arguments_pair import Chat, Doctor, Verify
 from outrider.cli.flags import Acceptance, Biases, Dtype, Experts, Ints, Model, Names, Numerics, Probe, Reals
-from outrider.cli.pair_arguments import Chat, Doctor
 
 __all__ = [
     "Bench",
@@ -352,36 +352,6 @@ class Logits:
     """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
     threads: int = 0
     """CPU threads; 0 = PyTorch's default."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verify:
-    """Check that speculation changes no token: every prompt, with and without drafts, over a grid of settings."""
-
-    model: Model
-    """Target checkpoint directory, or its name under models/."""
-    drafter: str
-    """Drafter checkpoint directory, or its name under models/."""
-    prompts: str = ""
-    """JSONL file with question_id, category, sub_category and turns; none = the shipped prompts."""
-    max_tokens: int = 32
-    """Tokens per answer at most."""
-    full: bool = False
-    """Every combination of the grid instead of a selection that covers each value."""
-    inject: str = ""
-    """Plant a known fault, which must then be found: any other name lists them."""
-    taps: bool = False
-    """Also run the drafter on the target's layers one earlier and one later, and compare acceptance."""
-    json: str = ""
-    """File for the results."""
-    threads: int = 1
-    """CPU threads; 0 = PyTorch's default."""
-    dtype: Dtype = "auto"
-    """Number format of the models; auto = that of the checkpoint."""
-    device: str = "cpu"
-    """PyTorch device."""
-    experts: Experts = "auto"
-    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
 
 
 subcommand = tyro.conf.subcommand

@@ -8,8 +8,8 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
 
+from outrider.cli.arguments_pair import Chat
 from outrider.cli.checkpoints import resolve_checkpoint, shipped_drafter
-from outrider.cli.pair_arguments import Chat
 from outrider.cli.runtime import loading_bar, resolve_dtype, set_threads
 from outrider.engine.llm import LLM
 from outrider.errors import RequestError

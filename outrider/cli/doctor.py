@@ -16,9 +16,9 @@ from outrider.bench.pair_links import misordered_tensors
 from outrider.bench.pair_readings import Facts, given_reading
 from outrider.bench.pair_texts import PairText, TextSettings, write_texts
 from outrider.bench.workload import demo_prompt_path, load_prompt_set
+from outrider.cli.arguments_pair import Doctor
 from outrider.cli.checkpoints import resolve_checkpoint
 from outrider.cli.doctor_report import DoctorReport, neighbour_table, problem_of, render, to_json
-from outrider.cli.pair_arguments import Doctor
 from outrider.cli.progress import Advance, Title, counting_bar
 from outrider.cli.runtime import loading_bar, prepare_output, resolve_dtype, set_threads, write_output
 from outrider.engine import load
@@ -148,11 +148,23 @@ def _load(command: Doctor, model: Path, drafter: Path) -> tuple[_Pair | None, Pr
         raise RequestError("the model has no tokenizer files, which prompts in text form need; add them")
     config = read_config(drafter)
     room = timed_tokens(config.num_draft_tokens)
+    if command.max_tokens < config.num_draft_tokens + 2:
+        raise ConfigError(
+            f"max_tokens={command.max_tokens} holds no anchor with a whole block of {config.num_draft_tokens} drafts; "
+            f"use {config.num_draft_tokens + 2} or more"
+        )
     longest = load.resolve_model_len(model, None) - max(command.max_tokens, room)
     rendered = [tuple(tokenizer.render_chat([{"role": "user", "content": row.text}])) for row in prompts]
     fitting = [ids for ids in rendered if len(ids) <= longest]
     if not fitting:
         raise RequestError(f"none of {len(rendered)} prompts leaves room for an answer; give shorter ones")
+    if len(fitting) < len(rendered):
+        logger.warning(
+            "%d of %d prompts are longer than %d tokens and left out",
+            len(rendered) - len(fitting),
+            len(rendered),
+            longest,
+        )
     random.Random(0).shuffle(fitting)  # any first part of them is a mixture
     with loading_bar(command.model) as progress:
         target = load_target(
@@ -185,7 +197,8 @@ def _load(command: Doctor, model: Path, drafter: Path) -> tuple[_Pair | None, Pr
 
 def _texts(command: Doctor, pair: _Pair, title: Title, advance: Advance) -> tuple[PairText, ...]:
     title("the target writes texts")
-    return write_texts(
+    num_drafts = pair.model.config.num_draft_tokens
+    texts = write_texts(
         pair.target,
         pair.prompts,
         _tap_ids(pair.model.config, pair.target.num_layers),
@@ -199,6 +212,9 @@ def _texts(command: Doctor, pair: _Pair, title: Title, advance: Advance) -> tupl
         ),
         advance,
     )
+    if not any(text.is_greedy and text.num_anchors >= num_drafts for text in texts):
+        raise RequestError(f"no greedy answer is longer than {num_drafts} tokens; give prompts with longer answers")
+    return texts
 
 
 def _tap_ids(config: DSparkConfig, num_layers: int) -> tuple[int, ...]:

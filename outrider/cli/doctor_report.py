@@ -13,7 +13,7 @@ from outrider.bench.pair_cost import RoundCost
 from outrider.bench.pair_doctor import WEAK_TOKENS_PER_ROUND, Diagnosis, Measured, Problem, is_weak
 from outrider.bench.pair_outcomes import Outcomes
 from outrider.bench.pair_readings import Code
-from outrider.cli.pair_arguments import Doctor
+from outrider.cli.arguments_pair import Doctor
 
 __all__ = ["DoctorReport", "neighbour_table", "problem_of", "render", "to_json"]
 

@@ -112,6 +112,8 @@ def test_a_zeroed_tensor_is_one_problem(tmp_path: Path) -> None:
 def test_wrong_input_is_no_verdict(tmp_path: Path, capsys) -> None:
     assert main(["doctor", str(TARGET), "--drafter", str(DRAFTER), "--anchors", "0"]) == 2
     assert "anchors=0 is out of range" in capsys.readouterr().err
+    assert main(["doctor", str(TARGET), "--drafter", str(DRAFTER), "--max-tokens", "8"]) == 2
+    assert "max_tokens=8 holds no anchor with a whole block of 7 drafts; use 9 or more" in capsys.readouterr().err
     assert main(["doctor", str(TARGET), "--drafter", str(tmp_path / "none")]) == 2
 
 

@@ -1,10 +1,10 @@
-"""The commands that look at a pair or talk to it, as frozen records for tyro; see `outrider.cli.arguments`."""
+"""The commands that check a pair or talk to it, as frozen records for tyro; see `outrider.cli.arguments`."""
 
 from dataclasses import dataclass
 
 from outrider.cli.flags import Dtype, Experts, Model, Numerics, Probe
 
-__all__ = ["Chat", "Doctor"]
+__all__ = ["Chat", "Doctor", "Verify"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,3 +67,33 @@ class Chat:
     """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
     probe: Probe = "auto"
     """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verify:
+    """Check that speculation changes no token: every prompt, with and without drafts, over a grid of settings."""
+
+    model: Model
+    """Target checkpoint directory, or its name under models/."""
+    drafter: str
+    """Drafter checkpoint directory, or its name under models/."""
+    prompts: str = ""
+    """JSONL file with question_id, category, sub_category and turns; none = the shipped prompts."""
+    max_tokens: int = 32
+    """Tokens per answer at most."""
+    full: bool = False
+    """Every combination of the grid instead of a selection that covers each value."""
+    inject: str = ""
+    """Plant a known fault, which must then be found: any other name lists them."""
+    taps: bool = False
+    """Also run the drafter on the target's layers one earlier and one later, and compare acceptance."""
+    json: str = ""
+    """File for the results."""
+    threads: int = 1
+    """CPU threads; 0 = PyTorch's default."""
+    dtype: Dtype = "auto"
+    """Number format of the models; auto = that of the checkpoint."""
+    device: str = "cpu"
+    """PyTorch device."""
+    experts: Experts = "auto"
+    """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
