@@ -98,13 +98,13 @@ def _stale_page() -> Iterator[None]:
         return wrong
 
     def make_batch(build_batch: Callable[..., ForwardBatch]) -> Callable[..., ForwardBatch]:
-        def wrong(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> ForwardBatch:
+        def wrong(spans: StepSpans, drafts: StepDrafts, page_table: PageTable, **more: bool) -> ForwardBatch:
             def stale(item: ScheduledSequence) -> ScheduledSequence:
                 pages = first_pages[id(page_table), item.state_slot]
                 behind = (0,) * max(0, len(item.page_ids) - len(pages))  # what a table holds where nothing was written
                 return replace(item, page_ids=pages + behind)
 
-            return build_batch(replace(spans, items=tuple(map(stale, spans.items))), drafts, page_table)
+            return build_batch(replace(spans, items=tuple(map(stale, spans.items))), drafts, page_table, **more)
 
         return wrong
 
@@ -120,8 +120,8 @@ def _neighbour_row() -> AbstractContextManager[None]:
     """The last row of a span, which gives the bonus token, is read one row too far: the neighbour's first."""
 
     def make(build_batch: Callable[..., ForwardBatch]) -> Callable[..., ForwardBatch]:
-        def wrong(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> ForwardBatch:
-            batch = build_batch(spans, drafts, page_table)
+        def wrong(spans: StepSpans, drafts: StepDrafts, page_table: PageTable, **more: bool) -> ForwardBatch:
+            batch = build_batch(spans, drafts, page_table, **more)
             rows_N = batch.logits_rows_N.clone()
             ends_S = torch.tensor(batch.step.lengths, dtype=torch.int64, device=rows_N.device).cumsum(0) - 1
             rows_N[ends_S[:-1]] = ends_S[:-1] + 1  # decode spans come first and want all their rows
