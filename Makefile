@@ -50,8 +50,7 @@ fmt: setup  ## format, and fix what ruff can fix
 bench: setup  ## the A/B table on the shipped prompts, JSON in build/ab.json
 	mkdir -p build
 	$(BIN)/outrider bench ab models/k3-small --drafter models/k3-small-dspark \
-	  --prompts outrider/bench/prompts/demo.jsonl --tiers low_entropy,mixed,high_entropy \
-	  --concurrency 1,4 --num-prompts 8 --max-tokens 128 --repeats 2 --json build/ab.json
+	  --arms plain,fixed7,auto --concurrency 1,4 --json build/ab.json
 
 clean:
 	rm -rf build outrider.egg-info outrider/ops/native/lib

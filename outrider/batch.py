@@ -83,6 +83,7 @@ class ForwardBatch:
     step: SpanGroup  # decode and verify rows (may be empty)
     page_size: int
     max_context: int  # host: largest context_lens_T of the batch, in tokens (0 when empty)
+    wants_taps: bool = True  # host: whether anybody reads what the target taps
     # Set where all tensors lie in a place, which makes them valid until the next batch of the same shape is built.
     # A copy of the batch with another tensor has none.
     place: BatchPlace | None = None
@@ -141,6 +142,9 @@ class DraftBlock:
     # Distribution that each draft was drawn from, given the drafts before it, over target ids; None when
     # no sequence draws, or when drafts are a function of the committed tokens.
     probs_SGV: torch.Tensor | None = None
+    # Host: rows whose drafts were read from the text and not asked of a model: they cost nothing, and their
+    # confidence is measured, not a head's.
+    read_rows: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

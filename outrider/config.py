@@ -74,11 +74,14 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     num_draft_tokens: int  # drafts per round at most; 0 = plain decoding
-    adaptive_lengths: bool = False  # draft and verify as much as pays; otherwise all, in every round
+    auto_lengths: bool = False  # draft and verify as much as pays; otherwise all, in every round
+    drafter_context: int | None = None  # tokens of context that the drafter takes at most; longer ones get no drafts
 
     def __post_init__(self) -> None:
         if self.num_draft_tokens < 0:
             raise ConfigError(f"num_draft_tokens={self.num_draft_tokens} is negative; use 0 or more")
+        if self.drafter_context is not None:
+            check_positive("drafter_context", self.drafter_context)
         if 1 + self.num_draft_tokens > self.scheduler.max_step_rows:
             raise ConfigError(
                 f"a verify span of {1 + self.num_draft_tokens} rows exceeds "
@@ -87,7 +90,7 @@ class EngineConfig:
 
 
 def resolve_num_draft_tokens(speculation: str | int, drafter_num_draft_tokens: int) -> int:
-    """Drafts per round for ``speculation`` = ``"auto"`` | ``"adaptive"`` | ``"off"`` | a number.
+    """Drafts per round for ``speculation`` = ``"auto"`` | ``"off"`` | a number.
 
     A drafter is trained for its block: asking for more rows changes what every row attends to and
     ruins all positions, so that is refused rather than tried.
@@ -95,12 +98,12 @@ def resolve_num_draft_tokens(speculation: str | int, drafter_num_draft_tokens: i
     Raises:
         ConfigError: the value is unknown, negative or beyond the drafter's block.
     """
-    if speculation in ("auto", "adaptive"):
+    if speculation == "auto":
         return drafter_num_draft_tokens
     if speculation == "off":
         return 0
     if isinstance(speculation, bool) or not isinstance(speculation, int) or speculation < 0:
-        raise ConfigError(f"speculation={speculation!r} is unknown; use 'auto', 'adaptive', 'off' or a number >= 0")
+        raise ConfigError(f"speculation={speculation!r} is unknown; use 'auto', 'off' or a number >= 0")
     if speculation > drafter_num_draft_tokens:
         raise ConfigError(
             f"speculation={speculation} exceeds the {drafter_num_draft_tokens} draft tokens that the "

@@ -1,15 +1,18 @@
 """What one round will do and what it did, in host integers."""
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
-from outrider.request import SamplingParams, TokenLogprobs
+from outrider.request import SamplingParams, Speculation, TokenLogprobs
 
 __all__ = [
+    "DraftReason",
     "PreemptedSequence",
     "RoundTimings",
     "ScheduledSequence",
     "SequenceChoice",
     "SharedPrompt",
+    "SpeculationReport",
     "StepPlan",
     "StepResult",
 ]
@@ -49,6 +52,7 @@ class ScheduledSequence:
     is_resumed: bool = False  # the slot and pages are new to it and take in its host copy
     shared_prompt: str | None = None  # likewise, but the copy of that prompt, which stays for others
     choice: SequenceChoice | None = None  # None = plain argmax, no log probabilities
+    speculation: Speculation = "auto"  # of the request; a number is always drafted, within the budget
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +113,31 @@ class RoundTimings:
         return self.propose_s + self.batch_s + self.forward_s + self.accept_s + self.commit_s + self.observe_s
 
 
+class DraftReason(StrEnum):
+    """Why a decoding sequence did or did not get drafts in a round."""
+
+    OFF = "off"  # the request takes none
+    NO_ROOM = "no_room"  # no token may follow, no page is free, or the drafter's context ends
+    FIXED = "fixed"  # the request or the engine asks for a fixed number
+    LEARNING = "learning"  # a plain round, to learn what one costs
+    PAYS = "pays"
+    PROBE = "probe"  # not expected to pay; tried because a try was due
+    UNLIKELY = "unlikely"  # proposed, but no draft was worth its row
+    TOO_DEAR = "too_dear"  # not expected to pay
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationReport:
+    """How the drafts of a round were decided."""
+
+    reasons: tuple[DraftReason, ...]  # per decoding sequence
+    # Tokens per round, the final one included, that drafting sequences must reach to be as fast as plain decoding;
+    # of those that would draft where none does; 0 while costs are unknown.
+    break_even: float = 0.0
+    expected_rate: float = 0.0  # tokens a second, as of the speed of the machine at which costs are kept
+    plain_rate: float = 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
     """Outcome per scheduled sequence, in plan order."""
@@ -120,4 +149,6 @@ class StepResult:
     logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
     num_steps: int = 1  # target steps
     num_rows: int = 0  # rows of all target steps
+    speculation: SpeculationReport | None = None
+    num_proposed: int = 0  # sequences that the drafter proposed for, verified or not
     timings: RoundTimings = field(default_factory=RoundTimings)

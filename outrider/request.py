@@ -16,12 +16,14 @@ __all__ = [
     "RequestUpdate",
     "RequestUsage",
     "SamplingParams",
+    "Speculation",
     "TokenLogprobs",
     "samples_of",
 ]
 
 AcceptanceRule = Literal["match", "rejection", "block"]
 ACCEPTANCE_RULES = get_args(AcceptanceRule)
+Speculation = Literal["auto", "off"] | int
 
 MIN_TEMPERATURE = 1e-3  # below it scores leave float32; greedy is what is meant
 MAX_BIASED_TOKENS = 1024
@@ -94,7 +96,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # log probability of every token, and this many best ones beside it
-    speculation: bool = True  # False = this request never gets drafts
+    speculation: Speculation = "auto"  # as the engine does; "off" = never; a number = so many drafts in every round
     acceptance: AcceptanceRule = "match"
 
     def __post_init__(self) -> None:
@@ -134,9 +136,9 @@ class SamplingParams:
         for name in _OPTIONAL_INTEGERS:
             if getattr(self, name) is not None:
                 _check_number(name, getattr(self, name), Integral)
-        for name, flag in (("ignore_eos", self.ignore_eos), ("speculation", self.speculation)):
-            if not isinstance(flag, bool):
-                raise RequestError(f"{name}={flag!r} is neither True nor False")
+        if not isinstance(self.ignore_eos, bool):
+            raise RequestError(f"ignore_eos={self.ignore_eos!r} is neither True nor False")
+        self._check_speculation()
         if self.acceptance not in ACCEPTANCE_RULES:
             raise RequestError(f"acceptance={self.acceptance!r} is unknown; use {', '.join(ACCEPTANCE_RULES)}")
         if isinstance(self.stop, str):
@@ -145,6 +147,12 @@ class SamplingParams:
             raise RequestError(f"stop={self.stop!r} is no tuple of strings")
         if not isinstance(self.stop_token_ids, tuple | list):
             raise RequestError(f"stop_token_ids={self.stop_token_ids!r} is no tuple of token ids")
+
+    def _check_speculation(self) -> None:
+        wanted = self.speculation
+        is_number = isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 0
+        if not is_number and wanted not in ("auto", "off"):
+            raise RequestError(f"speculation={wanted!r} is unknown; use 'auto', 'off' or a number of drafts from 0")
 
     def _check_ranges(self) -> None:
         for name, (low, high, neutral) in _RANGES.items():

@@ -4,7 +4,7 @@ set -u -o pipefail
 
 usage() {
     cat <<'TEXT'
-usage: scripts/gpu_check.sh [--device cuda] [--python .venv/bin/python] [--out build/gpu-check]
+usage: scripts/gpu_check.sh [--device cuda] [--shape k3-truncated] [--python .venv/bin/python] [--out build/gpu-check]
 
 Runs, on one GPU, within eight minutes in all:
   1. the gates of exactness (pytest -m gates; they compare on the CPU) and the tests marked gpu,
@@ -17,8 +17,11 @@ geometry that keeps a row's bits its own, so none is put in.
 
 Status 0 = all ran and the gates hold, 1 = something failed, 3 = there is no CUDA device.
 
-This script has NOT been run on a GPU: none was at hand when it was written. The commands of part 3 and the
-table were tried on a CPU, with a small shape.
+The random weights are drawn on the CPU, one thread: expect one to two minutes of the first run for them.
+--device cpu with a small --shape (a name or a .json file, see outrider bench step) tries the script itself.
+
+This script has NOT been run on a GPU: none was at hand when it was written. With --device cpu and a small shape
+its steps were started and its table printed, on a busy machine where the longer ones met their time limits.
 TEXT
 }
 
@@ -30,6 +33,7 @@ while [ $# -gt 0 ]; do
     case "$1" in
         --help | -h) usage; exit 0 ;;
         --device) device=${2:?--device needs a value}; shift 2 ;;
+        --shape) shape=${2:?--shape needs a value}; shift 2 ;;
         --python) python=${2:?--python needs a value}; shift 2 ;;
         --out) out=${2:?--out needs a value}; shift 2 ;;
         *) echo "gpu_check: unknown argument $1; see --help" >&2; exit 2 ;;
@@ -41,7 +45,7 @@ if ! command -v "$python" >/dev/null; then
     echo "gpu_check: no Python at $python; run make setup, or give --python" >&2
     exit 2
 fi
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+if [ "$device" != cpu ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
     echo "gpu_check: PyTorch sees no CUDA device here; nothing was checked" >&2
     exit 3
 fi
@@ -62,7 +66,7 @@ run() {
     fi
     [ "$most" -gt "$left" ] && most=$left
     echo "gpu_check: $name ..." >&2
-    timeout "$most" "$@" >"$out/$name.log" 2>&1
+    timeout -k 5 "$most" "$@" >"$out/$name.log" 2>&1
     status=$?
     case $status in
         0) echo ok ;;
@@ -85,7 +89,7 @@ for dtype in float32 bfloat16; do
         --dtype "$dtype" --max-tokens 8 --json "$out/verify-$dtype.json"
 done
 
-"$python" - "$out" <<'PYTHON'
+"$python" - "$out" "$device" <<'PYTHON'
 import json
 import sys
 from pathlib import Path
@@ -94,8 +98,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-out = Path(sys.argv[1])
-table = Table(title=f"gpu_check on {torch.cuda.get_device_name()}", title_justify="left")
+out, device = Path(sys.argv[1]), sys.argv[2]
+name = "the CPU" if device == "cpu" else torch.cuda.get_device_name(device)
+table = Table(title=f"gpu_check on {name}", title_justify="left")
 for heading in ("check", "outcome"):
     table.add_column(heading)
 for name in ("gates", "gpu-tests", "verify-float32", "verify-bfloat16", "step"):

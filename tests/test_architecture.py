@@ -16,7 +16,7 @@ TREES = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="u
 FLAGS = {
     "Generate": "model drafter speculation prompt prompt_ids chat max_tokens min_tokens temperature top_k top_p min_p "
     "repetition_penalty presence_penalty frequency_penalty logit_bias seed n stop ignore_eos logprobs acceptance json "
-    "dtype device experts numerics probe threads",
+    "dtype device experts numerics record_rounds probe threads",
     "Chat": "model drafter system max_tokens temperature top_p seed threads dtype device experts numerics probe",
     "Doctor": "model drafter prompts anchors max_tokens json threads dtype device experts numerics probe",
     "Demo": "model drafter max_tokens threads numerics probe",
@@ -27,9 +27,12 @@ FLAGS = {
     "BenchStep": "model random drafter rows slots context repeats synthetic_acceptance threads dtype device experts "
     "numerics probe json plot record",
     "BenchStartup": "model drafter repeats threads dtype device experts numerics probe json record",
-    "BenchAb": "model drafter prompts tiers concurrency num_prompts max_tokens arms repeats threads speculation "
-    "dtype device experts numerics probe json record",
     "ImportGguf": "file out dtype",
+    "BenchAb": "model drafter prompts tiers concurrency prompt_length num_prompts max_tokens arms repeats max_repeats "
+    "time_budget threads speculation drafter_fault dtype device experts numerics probe json record_rounds record",
+    "Calibrate": "model drafter prompts held_out num_prompts temperatures rules seed max_tokens concurrency out "
+    "json plot threads dtype device experts",
+    "Replay": "file policy costs concurrency seed repeats json",
     "Inspect": "path json",
     "Logits": "model prompt_ids json dtype device experts numerics probe threads",
     "Verify": "model drafter prompts max_tokens full inject taps json threads dtype device experts",

@@ -8,12 +8,12 @@ import numpy as np
 from rich.table import Table
 
 from outrider.bench.closed_loop import SteppingEngine, TokenisedPrompt
-from outrider.bench.summary import INTERVAL_PERCENT, NUM_RESAMPLES
+from outrider.bench.ratios import INTERVAL_PERCENT, NUM_RESAMPLES
 from outrider.engine.metrics import EngineMetrics
 from outrider.errors import EngineFault, RequestError
 from outrider.request import FinishReason, Request, RequestUsage, SamplingParams
 
-__all__ = ["AcceptanceCell", "acceptance_table", "measure_cell"]
+__all__ = ["AcceptanceCell", "acceptance_table", "answer_prompts", "measure_cell"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,23 +63,11 @@ def measure_cell(
         RequestError: no answer was long enough for a draft.
     """
     label = f"{tier}, T={sampling.temperature:g}, {sampling.acceptance}"
-    assert sampling.seed is not None, "a measurement that cannot be repeated is none"
     before = _draft_counts(engine.metrics)
-    for index, prompt in enumerate(prompts):
-        seeded = replace(sampling, seed=sampling.seed + index)
-        engine.submit(Request(request_id=str(index), prompt_token_ids=prompt.token_ids, sampling=seeded))
-    usages: dict[str, RequestUsage] = {}
-    while len(usages) < len(prompts):
-        for update in engine.step():
-            if update.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-                raise EngineFault(f"request {update.request_id} ended as {update.finish_reason} ({update.error})")
-            if update.usage is not None:
-                usages[update.request_id] = update.usage
-                progress(f"{label}: {len(usages)}/{len(prompts)} answers")
+    in_order = answer_prompts(engine, prompts, sampling, label=label, progress=progress)
     drafted, accepted = (now - then for now, then in zip(_draft_counts(engine.metrics), before, strict=True))
     if not drafted.total():
         raise RequestError(f"{label}: no draft was judged, so there is nothing to measure; raise --max-tokens")
-    in_order = [usages[str(index)] for index in range(len(prompts))]
     ratio, low, high = _tokens_per_round(in_order)
     return AcceptanceCell(
         tier=tier,
@@ -96,6 +84,34 @@ def measure_cell(
         drafted_at=tuple(drafted[position] for position in range(num_drafts)),
         accepted_at=tuple(accepted[position] for position in range(num_drafts)),
     )
+
+
+def answer_prompts(
+    engine: SteppingEngine,
+    prompts: Sequence[TokenisedPrompt],
+    sampling: SamplingParams,
+    *,
+    label: str,
+    progress: Callable[[str], None],
+) -> list[RequestUsage]:
+    """Answer all prompts; the i-th one draws with the seed of ``sampling`` plus i, so that none share their noise.
+
+    Raises:
+        EngineFault: a request was aborted or failed.
+    """
+    assert sampling.seed is not None, "a measurement that cannot be repeated is none"
+    for index, prompt in enumerate(prompts):
+        seeded = replace(sampling, seed=sampling.seed + index)
+        engine.submit(Request(request_id=str(index), prompt_token_ids=prompt.token_ids, sampling=seeded))
+    usages: dict[str, RequestUsage] = {}
+    while len(usages) < len(prompts):
+        for update in engine.step():
+            if update.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                raise EngineFault(f"request {update.request_id} ended as {update.finish_reason} ({update.error})")
+            if update.usage is not None:
+                usages[update.request_id] = update.usage
+                progress(f"{label}: {len(usages)}/{len(prompts)} answers")
+    return [usages[str(index)] for index in range(len(prompts))]
 
 
 def _draft_counts(metrics: EngineMetrics) -> tuple[Counter[int], Counter[int]]:

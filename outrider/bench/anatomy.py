@@ -1,9 +1,10 @@
 """Where a step's time goes: every operation of the model under a stopwatch, in steps that are timed for nothing else.
 
-While ``watched`` is open, the operations that the model calls (functions of ``outrider.ops`` in the namespaces of
-its modules, and the kernels that it was built with) and the model's modules are wrapped. A wrapper counts its own
-time only, without that of the wrappers inside it, so the parts of a step add up to the step. The wrappers cost
-time; what they cost is shown as a part of its own and is in no median.
+A step that runs from a recording reads the clock itself after every operation while ``clocked`` is open, which costs
+next to nothing. For any other step ``watched`` is there. While it is open, the operations that the model calls
+(functions of ``outrider.ops`` in the namespaces of its modules, and the kernels that it was built with) and the model's
+modules are wrapped. A wrapper counts its own time only, without that of the wrappers inside it, so the parts of a step
+add up to the step. The wrappers cost time; what they cost is shown as a part of its own and is in no median.
 """
 
 import sys
@@ -23,12 +24,15 @@ from outrider.models.kimi_k3.mla import MlaAttention
 from outrider.models.kimi_k3.model import DecoderLayer, KimiK3Model
 from outrider.models.kimi_k3.moe import DenseFfn, MoeFfn
 from outrider.models.kimi_k3.residual import ResidualMix
+from outrider.ops.native.program import Program, RecordedCall
+from outrider.ops.rows import RowForm
 from outrider.plan import RoundTimings
 
-__all__ = ["MODEL_PARTS", "OTHER", "Anatomy", "PartTime", "Stopwatch", "anatomy_of", "watched"]
+__all__ = ["MODEL_PARTS", "OTHER", "Anatomy", "PartTime", "Stopwatch", "anatomy_of", "clocked", "watched"]
 
 OPS, FAMILY = "outrider.ops", "outrider.models.kimi_k3."
 OTHER = "other"  # between the operations: Python, views, sums
+BESIDE = "beside the operations"  # of a whole forward
 KDA, MLA, MOE, DENSE = "KDA attention", "MLA attention", "MoE", "dense FFN"
 MIX, LAYER, MODEL = "residual mix", "layer", "model"
 MODULE_PARTS: tuple[tuple[type[torch.nn.Module], str], ...] = (
@@ -123,6 +127,12 @@ class Stopwatch:
 
         return timed
 
+    def take(self, part: str, op: str, seconds: float) -> None:
+        """Count an operation that was timed elsewhere."""
+        own: Any = seconds  # a Counter is typed for whole numbers
+        self.seconds[part, op] += own
+        self.calls[part, op] += 1
+
 
 def _label(op: str, args: tuple[Any, ...]) -> str:
     """Products are told apart by the shape of their weight."""
@@ -132,9 +142,29 @@ def _label(op: str, args: tuple[Any, ...]) -> str:
 
 
 @contextmanager
+def clocked(target: KimiK3Model, watch: Stopwatch) -> Iterator[None]:
+    """Steps from recordings tell ``watch`` what their operations took, when the body is left; others tell nothing."""
+    kinds = {id(module): part for module in target.modules() for kind, part in MODULE_PARTS if isinstance(module, kind)}
+
+    runs: list[tuple[Program, list[int]]] = []
+    with target.steps.timed(lambda program, nanoseconds: runs.append((program, nanoseconds))):
+        yield
+    for program, nanoseconds in runs:
+        for call, duration in zip(program.calls, nanoseconds, strict=True):
+            part = OP_PARTS.get(call.name) or (MODEL if call.module is None else kinds.get(call.module, LAYER))
+            watch.take(part, _call_label(call), 1e-9 * duration)
+
+
+def _call_label(call: RecordedCall) -> str:
+    """Products are told apart by the shape of their weight: arguments 4 and 5 of ``outrider_linear``."""
+    return f"linear {call.arguments[4]}x{call.arguments[5]}" if call.name == "linear" else call.name
+
+
+@contextmanager
 def watched(target: KimiK3Model, watch: Stopwatch) -> Iterator[None]:
-    """The model with every operation under ``watch``; as it was afterwards."""
+    """The model with every operation under ``watch``, run one by one; as it was afterwards."""
     with ExitStack() as stack:
+        stack.enter_context(target.steps.paused())
         for module in [module for name, module in sys.modules.items() if name.startswith(FAMILY)]:
             for name, value in list(vars(module).items()):
                 if isinstance(value, FunctionType) and _is_op(value):
@@ -150,6 +180,8 @@ def _watch_module(stack: ExitStack, module: torch.nn.Module, watch: Stopwatch) -
         if isinstance(value, Kernels):
             kernels = {field.name: getattr(value, field.name) for field in fields(value)}
             wrapped: dict[str, Any] = {each: watch.around(form, each) for each, form in kernels.items() if _is_op(form)}
+            rows = {field.name: getattr(value.rows, field.name) for field in fields(RowForm)}
+            wrapped["rows"] = RowForm(**{each: watch.around(form, f"{each}_rows") for each, form in rows.items()})
             stack.enter_context(_replaced(module, name, replace(value, **wrapped)))
         elif _is_op(value):
             stack.enter_context(_replaced(module, name, watch.around(value, name)))
@@ -188,7 +220,7 @@ def anatomy_of(watch: Stopwatch, timings: RoundTimings, watched_s: float, step_m
 
     Args:
         watch: holds this step alone.
-        timings: seconds by verb of the round; what the forward took beside the watched frames is its own part.
+        timings: seconds by verb of the round; what the forward took beside what was watched is the model's.
         watched_s: seconds of the step, the handing over of drafts left out.
         step_ms: median of the unwatched steps.
     """
@@ -196,12 +228,13 @@ def anatomy_of(watch: Stopwatch, timings: RoundTimings, watched_s: float, step_m
         PartTime(part=part, op=op, calls=watch.calls[part, op], ms=1000 * seconds)
         for (part, op), seconds in watch.seconds.items()
     ]
+    parts.append(PartTime(part=MODEL, op=BESIDE, calls=1, ms=1000 * (timings.forward_s - watch.seconds.total())))
     verbs = {
         "batch": timings.batch_s,
         "accept": timings.accept_s,
         "commit": timings.commit_s,
         "observe": timings.observe_s,
-        "round": watched_s - (timings.total_s - timings.propose_s) + timings.forward_s - watch.seconds.total(),
+        "round": watched_s - (timings.total_s - timings.propose_s),
     }
     parts += [PartTime(part=verb, op=OTHER, calls=1, ms=1000 * seconds) for verb, seconds in verbs.items()]
     return Anatomy(parts=tuple(parts), step_ms=step_ms, watching_ms=step_ms - sum(part.ms for part in parts))

@@ -1,7 +1,7 @@
 """One pass of prompts through an engine at a fixed concurrency, with every step timed."""
 
 import time
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -27,6 +27,10 @@ class SteppingEngine(Protocol):
         """Run one round and return the news of each request that got tokens or ended."""
         ...
 
+    def abort(self, request_id: str) -> RequestUpdate | None:
+        """Give a request up, wherever it is."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenisedPrompt:
@@ -40,6 +44,7 @@ class TokenisedPrompt:
 class _Track:
     """One request in flight."""
 
+    index: int  # in the order of submission
     prompt: TokenisedPrompt
     submitted_s: float
     first_token_s: float | None = None
@@ -90,21 +95,15 @@ class _Totals:
     """Sums over the steps of a pass."""
 
     prefill_s: float = 0.0
+    mixed_s: float = 0.0
     decode_s: float = 0.0
+    decode_tokens: int = 0
+    num_decode_steps: int = 0
     window_s: float = 0.0
     window_tokens: int = 0
-    num_decode_steps: int = 0
+    window_rounds: int = 0
+    num_rounds: int = 0
     phase_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
-
-    def add_step(self, decoding: Sequence[_Track], step_s: float) -> None:
-        """Book the wall time of a step in which `decoding` decoded."""
-        if not decoding:
-            self.prefill_s += step_s
-            return
-        self.decode_s += step_s
-        self.num_decode_steps += 1
-        for track in decoding:
-            track.decode_s += step_s / len(decoding)
 
     def add_phases(self, before: dict[str, float], after: dict[str, float], step_s: float) -> None:
         """Book the parts of a step from running seconds around it; `host` gets the remainder."""
@@ -124,6 +123,124 @@ def _timed_phases(metrics: EngineMetrics) -> dict[str, float]:
     }
 
 
+class _Pass:
+    """A pass under way. Requests are numbered in the order of submission and take the prompts in rotation."""
+
+    def __init__(
+        self,
+        engine: SteppingEngine,
+        prompts: Sequence[TokenisedPrompt],
+        concurrency: int,
+        sampling: SamplingParams,
+        clock: Callable[[], float],
+    ) -> None:
+        self._engine, self._prompts, self._concurrency = engine, prompts, concurrency
+        self._sampling, self._clock = sampling, clock
+        self._num_awaited = max(len(prompts), concurrency)
+        self._num_submitted = 0
+        self._num_finished = 0  # of those awaited
+        self._tracks: dict[str, _Track] = {}
+        self._finished: list[tuple[int, PromptRecord]] = []
+        self._totals = _Totals()
+
+    def run(self) -> PassRecord:
+        metrics = self._engine.metrics
+        proposing, spans = metrics.num_proposing_rounds, metrics.num_decode_spans
+        drafted, accepted = Counter(metrics.drafted_at), Counter(metrics.accepted_at)
+        while self._num_finished < self._num_awaited:
+            self._fill()
+            self._step()
+        for name in self._tracks:
+            self._engine.abort(name)
+        totals = self._totals
+        return PassRecord(
+            prompts=self._records(),
+            refills_agree=self._refills_agree(),
+            prefill_s=totals.prefill_s,
+            mixed_s=totals.mixed_s,
+            decode_s=totals.decode_s,
+            decode_tokens=totals.decode_tokens,
+            num_decode_steps=totals.num_decode_steps,
+            window_s=totals.window_s,
+            window_tokens=totals.window_tokens,
+            window_rounds=totals.window_rounds,
+            num_rounds=totals.num_rounds,
+            num_proposing_rounds=metrics.num_proposing_rounds - proposing,
+            num_decode_spans=metrics.num_decode_spans - spans,
+            drafted_at=dict(metrics.drafted_at - drafted),
+            accepted_at=dict(metrics.accepted_at - accepted),
+            phase_s=totals.phase_s,
+        )
+
+    def _fill(self) -> None:
+        """Take every free seat: with awaited requests, then, if there are several seats, with refills."""
+        while len(self._tracks) < self._concurrency:
+            index = self._num_submitted
+            if index >= self._num_awaited and self._concurrency == 1:
+                return
+            prompt = self._prompts[index % len(self._prompts)]
+            request = Request(
+                request_id=str(index),
+                prompt_token_ids=prompt.token_ids,
+                sampling=self._sampling,
+                arrival_time=self._clock(),
+            )
+            self._tracks[request.request_id] = _Track(index=index, prompt=prompt, submitted_s=request.arrival_time)
+            self._engine.submit(request)
+            self._num_submitted += 1
+
+    def _step(self) -> None:
+        tracks, metrics = self._tracks, self._engine.metrics
+        has_prompts = not all(track.is_decoding for track in tracks.values())
+        phases_before = _timed_phases(metrics)
+        start_s = self._clock()
+        updates = self._engine.step()
+        end_s = self._clock()
+        decoding = [tracks[update.request_id] for update in updates if tracks[update.request_id].is_decoding]
+        num_tokens = sum(len(update.new_token_ids) for update in updates)
+        self._book(decoding, num_tokens, end_s - start_s, has_prompts)
+        if decoding and not has_prompts:
+            self._totals.add_phases(phases_before, _timed_phases(metrics), end_s - start_s)
+        for update in updates:
+            track = tracks[update.request_id]
+            track.add(update, end_s)
+            if update.finish_reason is not None:
+                del tracks[update.request_id]
+                self._finished.append((track.index, track.finish(update, end_s)))
+                self._num_finished += track.index < self._num_awaited
+
+    def _book(self, decoding: Sequence[_Track], num_tokens: int, step_s: float, has_prompts: bool) -> None:
+        """Put the wall time of a step, in which `decoding` decoded, where it belongs."""
+        totals = self._totals
+        if not decoding:
+            totals.prefill_s += step_s
+            return
+        totals.num_rounds += 1
+        for track in decoding:
+            track.decode_s += step_s / len(decoding)
+        if has_prompts:
+            totals.mixed_s += step_s
+            return
+        totals.decode_s += step_s
+        totals.decode_tokens += num_tokens
+        totals.num_decode_steps += 1
+        if len(decoding) == self._concurrency:
+            totals.window_s += step_s
+            totals.window_tokens += num_tokens
+            totals.window_rounds += 1
+
+    def _records(self) -> tuple[PromptRecord, ...]:
+        """The first request of every prompt."""
+        of_index = dict(self._finished)
+        return tuple(of_index[index] for index in range(len(self._prompts)))
+
+    def _refills_agree(self) -> bool:
+        records, num_prompts = self._records(), len(self._prompts)
+        finished = all(one.token_ids == records[index % num_prompts].token_ids for index, one in self._finished)
+        cut_short = [(records[track.index % num_prompts].token_ids, track.token_ids) for track in self._tracks.values()]
+        return finished and all(whole[: len(part)] == tuple(part) for whole, part in cut_short)
+
+
 def run_pass(
     engine: SteppingEngine,
     prompts: Sequence[TokenisedPrompt],
@@ -132,49 +249,12 @@ def run_pass(
     sampling: SamplingParams,
     clock: Callable[[], float] = time.perf_counter,
 ) -> PassRecord:
-    """Run each prompt once; a new one starts when one ends, so that `concurrency` are in flight.
+    """Run each prompt once with `concurrency` requests in flight.
 
-    A step counts as decode time if at least one sequence decoded in it, even when it also held prompt rows;
-    a step of prompt rows only is prefill time. With fewer prompts than `concurrency`, the window is the time
-    during which all of them were in flight.
+    A new request starts when one ends. Above a concurrency of 1, every seat stays busy until the last prompt has
+    its answer: when the prompts run out they start again from the first, and what is left at the end is aborted.
 
     Raises:
         EngineFault: a request was aborted or failed.
     """
-    waiting = deque(enumerate(prompts))
-    full = min(concurrency, len(prompts))
-    tracks: dict[str, _Track] = {}
-    finished: dict[str, PromptRecord] = {}
-    totals = _Totals()
-    while waiting or tracks:
-        while waiting and len(tracks) < full:
-            index, prompt = waiting.popleft()
-            request = Request(
-                request_id=str(index), prompt_token_ids=prompt.token_ids, sampling=sampling, arrival_time=clock()
-            )
-            tracks[request.request_id] = _Track(prompt=prompt, submitted_s=request.arrival_time)
-            engine.submit(request)
-        phases_before = _timed_phases(engine.metrics)
-        start_s = clock()
-        updates = engine.step()
-        end_s = clock()
-        decoding = [tracks[update.request_id] for update in updates if tracks[update.request_id].is_decoding]
-        if len(tracks) == full:
-            totals.window_s += end_s - start_s
-            totals.window_tokens += sum(len(update.new_token_ids) for update in updates)
-        if decoding:
-            totals.add_phases(phases_before, _timed_phases(engine.metrics), end_s - start_s)
-        totals.add_step(decoding, end_s - start_s)
-        for update in updates:
-            tracks[update.request_id].add(update, end_s)
-            if update.finish_reason is not None:
-                finished[update.request_id] = tracks.pop(update.request_id).finish(update, end_s)
-    return PassRecord(
-        prompts=tuple(finished[str(index)] for index in range(len(prompts))),
-        prefill_s=totals.prefill_s,
-        decode_s=totals.decode_s,
-        window_s=totals.window_s,
-        window_tokens=totals.window_tokens,
-        num_decode_steps=totals.num_decode_steps,
-        phase_s=totals.phase_s,
-    )
+    return _Pass(engine, prompts, concurrency, sampling, clock).run()

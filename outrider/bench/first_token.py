@@ -7,27 +7,16 @@ parent and child share.
 import json
 import sys
 import time
-from pathlib import Path
 
 begin_s = time.perf_counter()
 
 import torch  # noqa: E402 - the import is a part of what is measured
 
 from outrider.engine.llm import LLM  # noqa: E402
+from outrider.engine.resident import resident_bytes  # noqa: E402
 from outrider.request import SamplingParams  # noqa: E402
 
-__all__ = ["main", "resident_bytes"]
-
-
-def resident_bytes() -> dict[str, int]:
-    """Resident memory by kind, as the system counts it; empty where it does not tell."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return {}
-    kinds = {"VmRSS": "total", "RssAnon": "anonymous", "RssFile": "file", "VmHWM": "peak"}
-    fields = (line.split() for line in lines if line.partition(":")[0] in kinds)
-    return {kinds[name.rstrip(":")]: 1024 * int(kilobytes) for name, kilobytes, *_ in fields}
+__all__ = ["main"]
 
 
 def main(arguments: list[str]) -> None:
@@ -56,6 +45,7 @@ def main(arguments: list[str]) -> None:
         "imported": imported,
         "loaded": loaded,
         "running": resident_bytes(),
+        "derived_bytes": llm.memory.derived_bytes,
         "num_slots": llm.config.scheduler.max_num_seqs,
         "num_cache_tokens": llm.config.cache.num_pages * llm.config.cache.page_size,
         "num_log_rows": min(

@@ -17,6 +17,7 @@ import torch
 
 from outrider.bench.streaming import reading_ways
 from outrider.models.inspect import Inspection, describe
+from outrider.ops.native.arena import Arena
 
 __all__ = [
     "MachineSpeed",
@@ -31,6 +32,7 @@ __all__ = [
 ]
 
 ROUTED, EMBEDDING = "routed experts", "embedding"
+HUGE_PAGES = ", huge pages"  # added to a way of reading; where the system has none, another reading of small ones
 BUCKET = 1.25  # sizes within this ratio share one measured buffer
 READ_COLUMNS = 1024
 READ_SECONDS, PRODUCT_SECONDS = 0.05, 0.1  # a measurement repeats for at least so long
@@ -197,12 +199,19 @@ class MachineSpeed:
         return min(near, key=lambda known: abs(known - size)) if near else None
 
     def _read_rates_of(self, size: int) -> dict[str, float]:
-        """Bytes a second of several ways to read every byte of a buffer once."""
-        buffer_RC = torch.ones(max(1, size // (4 * READ_COLUMNS)), READ_COLUMNS, device=self.device)
+        """Bytes a second of several ways to read every byte of a buffer once, in small and in huge pages."""
+        shape = (max(1, size // (4 * READ_COLUMNS)), READ_COLUMNS)
+        buffers = {"": torch.empty(shape, device=self.device)}
+        if self.device.type == "cpu":
+            buffers[HUGE_PAGES] = Arena().empty(shape, torch.float32)
         num_threads = torch.get_num_threads()
+        rates = {}
         with ThreadPoolExecutor(num_threads) as pool:
-            ways = reading_ways(buffer_RC, pool if num_threads > 1 else None)
-            return {name: buffer_RC.nbytes / self._fastest_s(way, READ_SECONDS) for name, way in ways.items()}
+            for where, buffer_RC in buffers.items():
+                ways = reading_ways(buffer_RC.fill_(1.0), pool if num_threads > 1 else None)
+                for name, way in ways.items():
+                    rates[name + where] = buffer_RC.nbytes / self._fastest_s(way, READ_SECONDS)
+        return rates
 
     def _product_rate(self, dtype: torch.dtype, rows: int, inner: int, columns: int) -> float:
         left_RI = torch.rand(rows, inner, device=self.device).to(dtype)

@@ -16,7 +16,7 @@ from outrider.engine.loops import ends_in_loop
 from outrider.errors import EngineFault, RequestError
 from outrider.models.protocol import AuxStream, TargetModel
 from outrider.request import FinishReason, Request, SamplingParams
-from outrider.training.collecting import TapRecorder
+from outrider.training.recorder import TapRecorder
 
 __all__ = ["PairText", "TextSettings", "write_texts"]
 

@@ -23,6 +23,7 @@ from outrider.models.dspark.config import DSparkConfig
 from outrider.models.dspark.config_json import parse_config as parse_drafter_config
 from outrider.models.dspark.model import DSparkModel
 from outrider.models.kimi_k3.config import parse_config
+from outrider.models.layers import shapes_only
 from outrider.models.shards import INDEX_NAME
 from outrider.testing.toy import release_tensors
 
@@ -178,7 +179,7 @@ def _write_shards(directory: Path, tensors: Iterator[tuple[str, torch.Tensor]]) 
 
 def _drafter_tensors(config: DSparkConfig, generator: torch.Generator) -> Iterator[tuple[str, torch.Tensor]]:
     """Random weights of a drafter under DeepSpec flat names, bfloat16, with the maps of a reduced vocabulary."""
-    with torch.device("meta"):
+    with shapes_only():
         model = DSparkModel(config)
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)

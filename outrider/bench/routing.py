@@ -34,7 +34,8 @@ def counted_experts(target: KimiK3Model) -> Iterator[list[int]]:
 
     handles = [module.register_forward_pre_hook(count) for module in target.modules() if isinstance(module, MoeFfn)]
     try:
-        yield counts
+        with target.steps.paused():
+            yield counts
     finally:
         for handle in handles:
             handle.remove()

@@ -18,7 +18,7 @@ from outrider.models.dspark.config_json import read_config as read_drafter_confi
 from outrider.models.dspark.model import DSparkModel
 from outrider.models.inspect import describe
 from outrider.models.kimi_k3.model import cache_layouts
-from outrider.models.layers import Build
+from outrider.models.layers import Build, shapes_only
 
 __all__ = ["NeededBytes", "Start", "needed_bytes", "start_once", "startup_table", "startup_to_json"]
 
@@ -51,6 +51,7 @@ class Start:
     first_token_s: float  # from loaded to the token
     imported: Mapping[str, int]  # before loading
     running: Mapping[str, int]  # after the token
+    derived_bytes: int  # packed copies and tables that the engine made of the weights
     num_slots: int
     num_cache_tokens: int
     num_log_rows: int
@@ -92,6 +93,7 @@ def start_once(options: Mapping[str, object], vocab_size: int) -> Start:
         first_token_s=report["first_token_s"] - report["loaded_s"],
         imported=report["imported"],
         running=report["running"],
+        derived_bytes=report["derived_bytes"],
         num_slots=report["num_slots"],
         num_cache_tokens=report["num_cache_tokens"],
         num_log_rows=report["num_log_rows"],
@@ -125,7 +127,7 @@ def needed_bytes(model: Path, drafter: Path | None, start: Start, *, dtype: torc
     drafter_bytes = context_bytes = 0
     if drafter is not None:
         config = read_drafter_config(drafter)
-        with torch.device("meta"):
+        with shapes_only():
             drafter_bytes = DSparkModel(config).num_parameters() * dtype.itemsize
         context_bytes = start.num_cache_tokens * config.context_row_size * dtype.itemsize
     return NeededBytes(target=sum(sizes.values()), drafter=drafter_bytes, caches=caches, drafter_context=context_bytes)
@@ -154,6 +156,7 @@ def startup_table(starts: Sequence[Start], needed: NeededBytes) -> Table:
         "caches": needed.caches,
         "drafter context": needed.drafter_context,
         "weights and caches": needed.total,
+        "packed copies and tables": last.derived_bytes,
     }
     rows |= {f"resident after imports, {kind}": size for kind, size in last.imported.items()}
     rows |= {f"resident with the first token, {kind}": size for kind, size in last.running.items()}
@@ -175,6 +178,7 @@ def startup_to_json(starts: Sequence[Start], needed: NeededBytes) -> dict[str, o
                 "first_token_s": start.first_token_s,
                 "to_first_token_s": start.to_first_token_s,
                 "total_s": start.total_s,
+                "derived_bytes": start.derived_bytes,
                 "resident_imported": dict(start.imported),
                 "resident_running": dict(start.running),
             }

@@ -49,6 +49,7 @@ def step_table(cells: Sequence[StepCell]) -> Table:
             "to one row",
             "floor ms",
             "x floor",
+            "host ms",
             "weights MB",
             "caches MB",
             "experts",
@@ -69,6 +70,7 @@ def step_table(cells: Sequence[StepCell]) -> Table:
             f"{cell.ratio_to_one_row:.2f}",
             f"{cell.floor_ms:.3f}",
             f"{cell.median_ms / cell.floor_ms:.1f}",
+            f"{cell.host_ms:.3f}",
             f"{cell.bytes.weight_bytes / 1e6:.1f}",
             f"{(cell.bytes.total - cell.bytes.weight_bytes) / 1e6:.2f}",
             f"{fmean(cell.distinct_experts):.1f}" if cell.distinct_experts else "-",
@@ -208,6 +210,7 @@ def point_to_json(cell: StepCell) -> dict[str, object]:
         "achieved_gb_s": cell.bytes.total / cell.median_ms / 1e6,
         "distinct_experts": list(cell.distinct_experts),
         "verb_ms": dict(cell.verb_ms),
+        "host_ms": cell.host_ms,
     }
 
 

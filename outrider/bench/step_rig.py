@@ -50,6 +50,14 @@ class GivenDrafts:
         self.num_draft_tokens = num_draft_tokens
         self.token_ids_SG: torch.Tensor | None = None
 
+    lapsed: frozenset[int] = frozenset()
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """Nothing to give up."""
+
+    def foresee(self, item: ScheduledSequence) -> None:
+        """See Drafter; nothing is read."""
+
     def propose(self, anchors: Anchors) -> DraftBlock | None:
         """The rows given, one per drafting sequence."""
         if self.token_ids_SG is None:

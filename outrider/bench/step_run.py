@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.bench.anatomy import Anatomy, Stopwatch, anatomy_of, watched
+from outrider.bench.anatomy import Anatomy, Stopwatch, anatomy_of, clocked, watched
 from outrider.bench.floor import (
     MachineSpeed,
     ModelCost,
@@ -40,6 +40,7 @@ class StepCell:
     ratio_low: float  # quartiles of the ratios of one turn each
     ratio_high: float
     verb_ms: Mapping[str, float]  # medians; "round" is the rest of the step
+    host_ms: float  # median of what is neither forward nor observe
     bytes: StepBytes
     operations: int
     distinct_experts: tuple[int, ...]  # of each sparse layer, in the step that was measured
@@ -164,6 +165,7 @@ def _cell(
         ratio_low=ratio_low,
         ratio_high=ratio_high,
         verb_ms=_verbs(steps[point]),
+        host_ms=1000 * statistics.median(_host_s(step) for step in steps[point]),
         bytes=moved,
         operations=operations,
         distinct_experts=experts,
@@ -189,6 +191,11 @@ def _verbs(steps: Sequence[TimedStep]) -> dict[str, float]:
     return {name: 1000 * statistics.median(values) for name, values in columns.items()}
 
 
+def _host_s(step: TimedStep) -> float:
+    timings = step.result.timings
+    return step.seconds - timings.forward_s - timings.observe_s
+
+
 def _take_apart(
     target: KimiK3Model,
     rig: StepRig,
@@ -197,12 +204,15 @@ def _take_apart(
     clock: Callable[[], float],
     device: torch.device,
 ) -> Anatomy:
-    """The watched step in the middle of NUM_WATCHED, by its time."""
+    """The watched step in the middle of NUM_WATCHED, by its time; from a recording where the model has one."""
     watch = Stopwatch(clock, device_barrier(device))
+    with clocked(target, watch):
+        rig.run(point)
+    look = clocked if watch.calls else watched
     found: list[tuple[float, Anatomy]] = []
-    with watched(target, watch):
-        for _ in range(NUM_WATCHED):
-            watch.clear()
+    for _ in range(NUM_WATCHED):
+        watch.clear()
+        with look(target, watch):
             step = rig.run(point)
-            found.append((step.seconds, anatomy_of(watch, step.result.timings, step.seconds, step_ms)))
+        found.append((step.seconds, anatomy_of(watch, step.result.timings, step.seconds, step_ms)))
     return sorted(found, key=lambda pair: pair[0])[NUM_WATCHED // 2][1]

@@ -17,6 +17,7 @@ import torch
 
 from outrider.batch import ForwardBatch, TargetOutput
 from outrider.bench.closed_loop import SteppingEngine
+from outrider.bench.records import MODEL_PHASES
 from outrider.bench.step_run import quartiles
 from outrider.engine.engine import Engine
 from outrider.errors import ConfigError, EngineFault
@@ -128,7 +129,11 @@ class ForcedTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundStats:
-    """Rounds of one engine. `overhead_ms` is what is left of a round beside propose, forward and commit."""
+    """Rounds of one engine.
+
+    `overhead_ms` is what is left of a round beside propose, forward and commit, `host_ms` beside propose, forward and
+    observe, as in other reports.
+    """
 
     num_rounds: int
     tokens_per_round: float  # of one sequence
@@ -138,6 +143,7 @@ class RoundStats:
     mean_ms: float
     part_ms: Mapping[str, float]  # medians by ROUND_PARTS
     overhead_ms: float  # median
+    host_ms: float  # median
 
     @property
     def token_ms(self) -> float:
@@ -284,10 +290,11 @@ def _summarise(rounds: Mapping[str, _Rounds], rates: Sequence[float], slots: int
 
 def _stats(rounds: _Rounds, slots: int) -> RoundStats:
     low_s, high_s = quartiles(rounds.seconds)
-    overheads = [
-        seconds - sum(parts[name] for name in OUTSIDE_OVERHEAD)
-        for seconds, parts in zip(rounds.seconds, rounds.parts, strict=True)
-    ]
+
+    def rest_ms(names: Sequence[str]) -> float:
+        pairs = zip(rounds.seconds, rounds.parts, strict=True)
+        return 1000 * statistics.median(seconds - sum(parts[name] for name in names) for seconds, parts in pairs)
+
     return RoundStats(
         num_rounds=len(rounds.seconds),
         tokens_per_round=sum(rounds.tokens) / (len(rounds.tokens) * slots),
@@ -296,5 +303,6 @@ def _stats(rounds: _Rounds, slots: int) -> RoundStats:
         high_ms=1000 * high_s,
         mean_ms=1000 * statistics.fmean(rounds.seconds),
         part_ms={name: 1000 * statistics.median(parts[name] for parts in rounds.parts) for name in ROUND_PARTS},
-        overhead_ms=1000 * statistics.median(overheads),
+        overhead_ms=rest_ms(OUTSIDE_OVERHEAD),
+        host_ms=rest_ms(MODEL_PHASES),
     )

@@ -20,6 +20,7 @@ class BenchPrompt:
     tier: str
     sub_category: str
     text: str
+    body_span: tuple[int, int] | None = None  # characters of the text that may be cut to shorten it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +40,8 @@ def demo_prompt_path() -> Path:
 def load_prompt_set(path: Path) -> PromptSet:
     """Read a prompt file.
 
-    Each line is an object with `question_id`, `category` (the tier), `sub_category` and `turns`.
+    Each line is an object with `question_id`, `category` (the tier), `sub_category` and `turns`, and optionally
+    `body_span`, the [start, end) of the characters of the first turn that are mere filler.
 
     Raises:
         RequestError: the file cannot be read, or a line lacks a field; the message names the line.
@@ -62,6 +64,7 @@ def _parse_row(line: str, where: str) -> BenchPrompt:
             tier=str(row["category"]),
             sub_category=str(row["sub_category"]),
             text=row["turns"][0] if isinstance(row["turns"], list) else "",
+            body_span=_body_span(row.get("body_span")),
         )
     except (ValueError, KeyError, IndexError, TypeError, RecursionError) as error:
         raise RequestError(
@@ -70,7 +73,19 @@ def _parse_row(line: str, where: str) -> BenchPrompt:
         ) from error
     if not isinstance(prompt.text, str) or not prompt.text:
         raise RequestError(f"{where}: the first turn is not a text; correct turns[0]")
+    if prompt.body_span is not None and not 0 <= prompt.body_span[0] <= prompt.body_span[1] <= len(prompt.text):
+        raise RequestError(
+            f"{where}: body_span {prompt.body_span} is not in the {len(prompt.text)} characters of turns[0]"
+        )
     return prompt
+
+
+def _body_span(value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or [type(item) for item in value] != [int, int]:
+        raise TypeError("body_span is no pair of integers")
+    return value[0], value[1]
 
 
 def draw_prompts(prompts: Sequence[BenchPrompt], tier: str, num_prompts: int) -> tuple[BenchPrompt, ...]:

@@ -90,7 +90,7 @@ class RecurrentCache:
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def state(self, layer_index: int) -> torch.Tensor:
-        """Committed states of one layer, ``[num_slots, H, V, K]``, as a view for reading."""
+        """Committed states of one layer, ``[num_slots, H, V, K]`` (native form: ``K, V``), as a view for reading."""
         return self._state_LBHVK[layer_index]
 
     def conv_window(self, layer_index: int) -> torch.Tensor:

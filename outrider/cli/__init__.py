@@ -6,7 +6,8 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 
 import tyro
 
@@ -17,6 +18,7 @@ from outrider.cli.arguments import (
     BenchNumerics,
     BenchStartup,
     BenchStep,
+    Calibrate,
     Chat,
     Command,
     Demo,
@@ -25,24 +27,31 @@ from outrider.cli.arguments import (
     ImportGguf,
     Inspect,
     Logits,
+    Replay,
     Verify,
 )
-from outrider.cli.bench import run_bench_ab
-from outrider.cli.bench_acceptance import run_bench_acceptance
-from outrider.cli.bench_numerics import run_bench_numerics
-from outrider.cli.bench_startup import run_bench_startup
-from outrider.cli.bench_step import run_bench_step
-from outrider.cli.chat import run_chat
-from outrider.cli.demo import run_demo
-from outrider.cli.doctor import run_doctor
-from outrider.cli.generate import run_generate
-from outrider.cli.import_gguf import run_import_gguf
-from outrider.cli.inspect import run_inspect
-from outrider.cli.logits import run_logits
-from outrider.cli.verify import run_verify
 from outrider.errors import UserError
 
 __all__ = ["main"]
+
+FUNCTIONS: Mapping[type, tuple[str, str]] = {
+    Generate: ("outrider.cli.generate", "run_generate"),
+    Demo: ("outrider.cli.demo", "run_demo"),
+    BenchAb: ("outrider.cli.bench", "run_bench_ab"),
+    BenchNumerics: ("outrider.cli.bench_numerics", "run_bench_numerics"),
+    BenchStep: ("outrider.cli.bench_step", "run_bench_step"),
+    BenchAcceptance: ("outrider.cli.bench_acceptance", "run_bench_acceptance"),
+    BenchStartup: ("outrider.cli.bench_startup", "run_bench_startup"),
+    Inspect: ("outrider.cli.inspect", "run_inspect"),
+    Logits: ("outrider.cli.logits", "run_logits"),
+    Verify: ("outrider.cli.verify", "run_verify"),
+    Calibrate: ("outrider.cli.calibrate", "run_calibrate"),
+    Replay: ("outrider.cli.replay", "run_replay"),
+    Chat: ("outrider.cli.chat", "run_chat"),
+    Doctor: ("outrider.cli.doctor", "run_doctor"),
+    ImportGguf: ("outrider.cli.import_gguf", "run_import_gguf"),
+}
+"""Module and function of each command. A command imports what it needs, not what the others need."""
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -87,44 +96,7 @@ def _one_line(report: str) -> str:
 
 
 def _run(command: object) -> int:
-    match command:
-        case Generate():
-            return run_generate(command)
-        case Demo():
-            return run_demo(command)
-        case Bench():
-            return _run_bench(command)
-        case ImportGguf():
-            return run_import_gguf(command)
-        case Inspect():
-            return run_inspect(command)
-        case Logits():
-            return run_logits(command)
-        case Chat() | Doctor() | Verify():
-            return _run_pair(command)
-        case _:
-            raise AssertionError(f"command {type(command).__name__} has no function")
-
-
-def _run_pair(command: Chat | Doctor | Verify) -> int:
-    match command:
-        case Chat():
-            return run_chat(command)
-        case Doctor():
-            return run_doctor(command)
-        case Verify():
-            return run_verify(command)
-
-
-def _run_bench(command: Bench) -> int:
-    match command.kind:
-        case BenchAb() as kind:
-            return run_bench_ab(kind)
-        case BenchNumerics() as kind:
-            return run_bench_numerics(kind)
-        case BenchStep() as kind:
-            return run_bench_step(kind)
-        case BenchAcceptance() as kind:
-            return run_bench_acceptance(kind)
-        case BenchStartup() as kind:
-            return run_bench_startup(kind)
+    kind = command.kind if isinstance(command, Bench) else command
+    module, function = FUNCTIONS[type(kind)]
+    run: Callable[[object], int] = getattr(import_module(module), function)
+    return run(kind)

@@ -4,10 +4,11 @@ A new flag is a new field here and a new line in the frozen list of tests/test_a
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
+from outrider.cli.arguments_offline import Calibrate, ImportGguf, Replay
 from outrider.cli.arguments_pair import Chat, Doctor, Verify
 from outrider.cli.flags import Acceptance, Biases, Dtype, Experts, Ints, Model, Names, Numerics, Probe, Reals
 
@@ -18,6 +19,7 @@ __all__ = [
     "BenchNumerics",
     "BenchStartup",
     "BenchStep",
+    "Calibrate",
     "Chat",
     "Command",
     "Demo",
@@ -26,6 +28,7 @@ __all__ = [
     "ImportGguf",
     "Inspect",
     "Logits",
+    "Replay",
     "Verify",
 ]
 
@@ -39,7 +42,7 @@ class Generate:
     drafter: str = ""
     """DSpark checkpoint directory, or its name under models/; none = plain decoding."""
     speculation: str = "auto"
-    """auto = the whole block in every round, adaptive = as much as pays, off = none, or a number of drafts."""
+    """auto = as much as pays, off = none, or a number of drafts in every round."""
     prompt: str = ""
     """The prompt as text."""
     prompt_ids: Ints = ()
@@ -88,6 +91,8 @@ class Generate:
     """Routed experts kept as bfloat16 (unpacked) or as MXFP4 (packed); equal values. auto = the faster form here."""
     numerics: Numerics = "exact"
     """exact = output does not depend on speculation and company; fast = whole library calls, nothing promised."""
+    record_rounds: str = ""
+    """File for one JSON line per round, for `outrider replay`; bounded, and it costs some time."""
     probe: Probe = "auto"
     """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
     threads: int = 0
@@ -114,30 +119,38 @@ class Demo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchAb:
-    """Run the same prompts through an engine without a drafter and one with it, paired and interleaved."""
+    """Run the same prompts through engines without a drafter and with one, paired and interleaved."""
 
     model: Model
     """Target checkpoint directory, or its name under models/."""
     drafter: str
     """Drafter checkpoint directory, or its name under models/."""
-    prompts: str
-    """JSONL file with question_id, category, sub_category and turns."""
+    prompts: str = ""
+    """JSONL file with question_id, category, sub_category and turns; none = the shipped prompts."""
     tiers: Names = ("low_entropy", "mixed", "high_entropy")
-    """Categories to measure, each a cell of its own."""
+    """Categories to measure, each with cells of its own."""
     concurrency: Ints = (1, 4)
-    """Requests in flight, each a cell of its own."""
+    """Requests in flight, each with cells of its own."""
+    prompt_length: Names = ()
+    """Tokens of a prompt, such as 256,1k,2k, each with cells of its own; none = prompts as they are."""
     num_prompts: int = 8
     """Prompts per tier, taking turns over sub_category; the same for all arms and concurrencies."""
     max_tokens: int = 128
     """Tokens per answer at most."""
-    arms: Names = ("plain", "spec")
-    """Which arms to run; the ratio needs both."""
-    repeats: int = 1
-    """How often each cell is run, with the arms taking turns to go first."""
+    arms: Names = ("plain", "auto")
+    """Of plain (no drafter), off (one that nobody uses), auto, and fixedK such as fixed7; ratios need plain."""
+    repeats: int = 3
+    """How often each cell is run at least, with the arms taking turns."""
+    max_repeats: int = 0
+    """How often at most: repeats are added until the ratio is known to 2 %; 0 = four times --repeats."""
+    time_budget: float = 0.0
+    """Seconds of a cell after which no repeat is added; 0 = none."""
     threads: int = 1
     """CPU threads; 0 = PyTorch's default."""
     speculation: str = "auto"
-    """Drafts per round of the spec arm: auto or a number."""
+    """Drafts per round of the arm spec, which is auto or, with a number, fixed: the form before --arms had names."""
+    drafter_fault: str = ""
+    """Replace all drafts by random tokens: garbage, or garbage@N from round N of each cell on."""
     dtype: Dtype = "auto"
     """Number format of the models; auto = that of the checkpoint."""
     device: str = "cpu"
@@ -150,6 +163,8 @@ class BenchAb:
     """Start-up probe of exact numerics: auto = once per machine and model, force = now, skip = never."""
     json: str = ""
     """File for the results."""
+    record_rounds: str = ""
+    """File for one JSON line per round, the arm before its suffix, for `outrider replay`; it costs some time."""
     record: bool = False
     """Also append the results to benchmarks/ledger.jsonl in the working directory."""
 
@@ -316,18 +331,6 @@ class Inspect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImportGguf:
-    """Turn a GGUF file of a Llama or Qwen3 model into a checkpoint directory: config, weights, tokenizer, template."""
-
-    file: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="FILE")]
-    """The .gguf file; F32, F16, BF16, Q8_0, Q4_0 and Q4_1 are read."""
-    out: str = ""
-    """Directory to make; none = the file's name without its ending."""
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Number format of the weights written."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Logits:
     """Write the logits of the last prompt position, all of the vocabulary, as JSON."""
 
@@ -362,4 +365,6 @@ Command = (
     | Annotated[tyro.conf.OmitSubcommandPrefixes[tyro.conf.OmitArgPrefixes[Bench]], subcommand("bench")]
     | Annotated[Verify, subcommand("verify")]
     | Annotated[Doctor, subcommand("doctor")]
+    | Annotated[Calibrate, subcommand("calibrate")]
+    | Annotated[Replay, subcommand("replay")]
 )

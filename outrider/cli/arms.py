@@ -2,21 +2,27 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
+from outrider.bench.arm import ArmSpec
 from outrider.bench.closed_loop import TokenisedPrompt
+from outrider.bench.lengths import at_length
 from outrider.bench.workload import BenchPrompt, PromptSet, draw_prompts
 from outrider.cli.runtime import loading_bar
+from outrider.engine.build import EngineLimits
 from outrider.engine.llm import LLM
-from outrider.errors import ConfigError, RequestError
+from outrider.engine.round_log import RoundLog
+from outrider.engine.watch import RoundWatch
+from outrider.errors import RequestError
 from outrider.request import SamplingParams
+from outrider.speculative.drafter import DSparkDrafter
 from outrider.tokenizer import Tokenizer, answer_stop_ids
 
 __all__ = [
-    "ARM_NAMES",
     "ArmOptions",
     "Ticker",
     "answer_sampling",
@@ -24,10 +30,8 @@ __all__ = [
     "open_arms",
     "tokenise",
     "tokenizer_of",
-    "usable_prompts",
 ]
 
-ARM_NAMES = ("plain", "spec")
 SECONDS_BETWEEN_LINES = 10.0
 
 logger = logging.getLogger(__name__)
@@ -39,55 +43,73 @@ class ArmOptions:
 
     model: Path
     drafter: Path
-    speculation: str | int
     dtype: str | None
     device: str
     experts: Literal["auto", "unpacked", "packed"]
     max_num_seqs: int
     numerics: Literal["exact", "fast"]
     probe: Literal["auto", "force", "skip"]
+    limits: EngineLimits | None = None
+    drafter_type: Callable[..., DSparkDrafter] = DSparkDrafter
+    lookup: bool = True
+    record_rounds: str = ""  # file for the rounds, the arm is put before its suffix; "" = none
 
 
-def open_arms(names: Sequence[str], options: ArmOptions) -> dict[str, LLM]:
-    """One engine per arm, in the order of `names`.
+def open_arms(arms: Sequence[ArmSpec], options: ArmOptions) -> dict[str, LLM]:
+    """One engine per arm, by its name, in the order of `arms`.
 
-    `plain` is an engine without a drafter: it captures nothing and keeps no drafter memory. Each arm loads its
-    own copy of the target, because taps are set on the model.
-
-    Raises:
-        ConfigError: an unknown arm, or one named twice.
+    An arm without a drafter captures nothing and keeps no drafter memory. Each arm loads its own copy of the
+    target, because taps are set on the model.
     """
-    if not names or len(set(names)) != len(names) or not set(names) <= set(ARM_NAMES):
-        raise ConfigError(f"arms={','.join(names)!r}: use plain, spec or both, each once")
-    arms = {}
-    for name in names:
+    engines = {}
+    for arm in arms:
         begin = time.perf_counter()
-        with loading_bar(f"{options.model.name}, arm {name}") as progress:
-            arms[name] = LLM(
+        with loading_bar(f"{options.model.name}, arm {arm.name}") as progress:
+            engines[arm.name] = LLM(
                 options.model,
-                drafter=options.drafter if name == "spec" else None,
-                speculation=options.speculation if name == "spec" else "off",
+                drafter=options.drafter if arm.with_drafter else None,
+                speculation=arm.speculation,
                 dtype=options.dtype,
                 device=options.device,
                 experts=options.experts,
                 max_num_seqs=options.max_num_seqs,
+                limits=options.limits,
+                drafter_type=options.drafter_type,
+                lookup=options.lookup,
                 numerics=options.numerics,
                 probe=options.probe,
                 progress=progress,
+                watch=_round_watch(arm, options),
             )
-        logger.info("loaded arm %s in %.1f s", name, time.perf_counter() - begin)
-    return arms
+        engines[arm.name].profile_costs()
+        logger.info("loaded arm %s in %.1f s", arm.name, time.perf_counter() - begin)
+    return engines
 
 
-def tokenizer_of(llm: LLM) -> Tokenizer:
-    """The tokenizer of an engine.
+def _round_watch(arm: ArmSpec, options: ArmOptions) -> RoundWatch | None:
+    """A recorder of the arm's rounds, if they are wanted."""
+    if not options.record_rounds:
+        return None
+    path = Path(options.record_rounds)
+    settings = {
+        "model": options.model.name,
+        "drafter": options.drafter.name,
+        "arm": arm.name,
+        "speculation": arm.speculation,
+        "max_num_seqs": options.max_num_seqs,
+    }
+    return RoundWatch(RoundLog(path.with_name(f"{path.stem}.{arm.name}{path.suffix}"), settings))
+
+
+def tokenizer_of(tokenizer: Tokenizer | None) -> Tokenizer:
+    """The tokenizer of a checkpoint.
 
     Raises:
         RequestError: the checkpoint has none.
     """
-    if llm.tokenizer is None:
+    if tokenizer is None:
         raise RequestError("the model has no tokenizer files, which prompts in text form need; add them")
-    return llm.tokenizer
+    return tokenizer
 
 
 def tokenise(prompt: BenchPrompt, tokenizer: Tokenizer) -> TokenisedPrompt:
@@ -101,35 +123,52 @@ def answer_sampling(tokenizer: Tokenizer, max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, stop_token_ids=answer_stop_ids(tokenizer))
 
 
-def usable_prompts(
-    prompts: Sequence[BenchPrompt], tiers: Sequence[str], llm: LLM, max_tokens: int
-) -> tuple[BenchPrompt, ...]:
-    """Prompts of the tiers that fit the context together with their answer; says how many did not."""
-    tokenizer = tokenizer_of(llm)
-    wanted = [prompt for prompt in prompts if prompt.tier in tiers]
-    room = llm.max_model_len - max_tokens
-    fitting = tuple(prompt for prompt in wanted if len(tokenise(prompt, tokenizer).token_ids) <= room)
-    if len(fitting) < len(wanted):
-        logger.warning(
-            "%d of %d prompts are longer than %d tokens (context %d less %d to generate) and left out",
-            len(wanted) - len(fitting), len(wanted), room, llm.max_model_len, max_tokens,
-        )  # fmt: skip
-    return fitting
-
-
 def draw_tiers(
-    prompt_set: PromptSet, tiers: Sequence[str], num_prompts: int, llm: LLM, max_tokens: int
+    prompt_set: PromptSet,
+    tiers: Sequence[str],
+    num_prompts: int,
+    *,
+    tokenizer: Tokenizer,
+    room: int,
+    length: int | None = None,
 ) -> dict[str, tuple[BenchPrompt, ...]]:
     """Prompts to measure with, by tier; says where a tier has fewer than ``num_prompts``.
 
+    Args:
+        prompt_set: to draw from.
+        tiers: categories.
+        num_prompts: of each tier.
+        tokenizer: of the target.
+        room: tokens that a prompt may have: the context less the answer.
+        length: tokens that every prompt shall have, see `at_length`; None leaves them as they are.
+
     Raises:
-        RequestError: a tier has no usable prompt.
+        RequestError: a tier has no usable prompt, or the length does not fit.
     """
-    usable = usable_prompts(prompt_set.prompts, tiers, llm, max_tokens)
-    drawn = {tier: draw_prompts(usable, tier, num_prompts) for tier in tiers}
-    for tier, prompts in drawn.items():
-        if len(prompts) < num_prompts:
-            logger.warning("%s: %d usable prompts, fewer than the %d asked for", tier, len(prompts), num_prompts)
+    if length is not None and length > room:
+        raise RequestError(f"prompts of {length} tokens do not fit the {room} that the answer leaves; shorten either")
+
+    def count(text: str) -> int:
+        return len(tokenizer.render_chat([{"role": "user", "content": text}]))
+
+    drawn = {}
+    for tier in tiers:
+        wanted = [prompt for prompt in prompt_set.prompts if prompt.tier == tier]
+        if length is not None:
+            in_order = draw_prompts(wanted, tier, len(wanted) or num_prompts)
+            drawn[tier] = tuple(islice(at_length(in_order, length, count), num_prompts))
+        else:
+            fitting = [prompt for prompt in wanted if count(prompt.text) <= room]
+            if len(fitting) < len(wanted):
+                logger.warning(
+                    "%s: %d of %d prompts are longer than the %d tokens that the answer leaves, and left out",
+                    tier, len(wanted) - len(fitting), len(wanted), room,
+                )  # fmt: skip
+            drawn[tier] = draw_prompts(fitting, tier, num_prompts)
+        if not drawn[tier]:
+            raise RequestError(f"tier {tier!r} has no prompt that can be cut to {length} tokens; use a larger length")
+        if len(drawn[tier]) < num_prompts:
+            logger.warning("%s: %d usable prompts, fewer than the %d asked for", tier, len(drawn[tier]), num_prompts)
     return drawn
 
 

@@ -8,12 +8,14 @@ from pathlib import Path
 from rich.console import Console
 
 from outrider.bench.acceptance import AcceptanceCell, acceptance_table, measure_cell
+from outrider.bench.arm import fixed_arm
 from outrider.bench.ledger import environment
 from outrider.bench.workload import PromptSet, load_prompt_set
 from outrider.cli.arguments import BenchAcceptance
 from outrider.cli.arms import ArmOptions, Ticker, answer_sampling, draw_tiers, open_arms, tokenise, tokenizer_of
 from outrider.cli.checkpoints import resolve_checkpoint
 from outrider.cli.runtime import parse_speculation, prepare_output, resolve_dtype, set_threads, write_output
+from outrider.config import resolve_num_draft_tokens
 from outrider.engine.llm import LLM
 from outrider.errors import ConfigError
 from outrider.models.dspark.config_json import read_config
@@ -34,16 +36,17 @@ def run_bench_acceptance(command: BenchAcceptance) -> int:
     options = ArmOptions(
         model=resolve_checkpoint(command.model),
         drafter=drafter,
-        # A rule is judged on all drafts, not on those that adaptive lengths find worth their time.
-        speculation=read_config(drafter).num_draft_tokens if speculation in ("auto", "adaptive") else speculation,
         dtype=resolve_dtype(command.dtype),
         device=command.device,
         experts=command.experts,
         max_num_seqs=command.concurrency,
         numerics=command.numerics,
         probe=command.probe,
+        lookup=False,  # the rules are judged on what the drafter's model draws
     )
-    llm = open_arms(("spec",), options)["spec"]
+    # A rule is judged on all drafts, not on those that auto finds worth their time.
+    arm = fixed_arm(resolve_num_draft_tokens(speculation, read_config(drafter).num_draft_tokens))
+    llm = open_arms((arm,), options)[arm.name]
     cells = _measure(command, prompt_set, llm, ways)
     Console(width=120).print(acceptance_table(cells))
     summary = {
@@ -89,8 +92,9 @@ def _ways(command: BenchAcceptance) -> list[SamplingParams]:
 def _measure(
     command: BenchAcceptance, prompt_set: PromptSet, llm: LLM, ways: list[SamplingParams]
 ) -> list[AcceptanceCell]:
-    drawn = draw_tiers(prompt_set, command.tiers, command.num_prompts, llm, command.max_tokens)
-    tokenizer, ticker = tokenizer_of(llm), Ticker()
+    tokenizer, ticker = tokenizer_of(llm.tokenizer), Ticker()
+    room = llm.max_model_len - command.max_tokens
+    drawn = draw_tiers(prompt_set, command.tiers, command.num_prompts, tokenizer=tokenizer, room=room)
     ends = answer_sampling(tokenizer, command.max_tokens)
     cells = []
     for tier, prompts in drawn.items():

@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
-from outrider.bench.ab import run_cell
+from outrider.bench.ab import RepeatRule, Workload, run_cell
+from outrider.bench.arm import AUTO, PLAIN, parse_arms
 from outrider.bench.closed_loop import run_pass
 from outrider.bench.records import PromptRecord
 from outrider.bench.report import cell_table, round_table
-from outrider.bench.summary import CellSummary
+from outrider.bench.summary import CellKey, CellSummary
 from outrider.bench.workload import BenchPrompt, PromptSet, demo_prompt_path, draw_prompts, load_prompt_set
 from outrider.cli.arguments import Demo
-from outrider.cli.arms import ARM_NAMES, ArmOptions, Ticker, answer_sampling, open_arms, tokenise, tokenizer_of
+from outrider.cli.arms import ArmOptions, Ticker, answer_sampling, open_arms, tokenise, tokenizer_of
 from outrider.cli.checkpoints import resolve_checkpoint, shipped_drafter
 from outrider.cli.demo_plain import show_plain_answers
 from outrider.cli.runtime import resolve_dtype, set_threads
@@ -28,6 +29,7 @@ __all__ = ["run_demo"]
 WIDTH = 120
 NUM_SHOWN_PROMPT_CHARS = 400
 EXIT_DIFFERENT = 1
+NUM_REPEATS = 3  # enough for an interval; a verdict takes `bench ab`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +58,10 @@ def run_demo(command: Demo) -> int:
     if not drafter:
         return show_plain_answers(console, command, WIDTH)
     arms = open_arms(
-        ARM_NAMES,
+        parse_arms((PLAIN, AUTO)),
         ArmOptions(
             model=resolve_checkpoint(command.model),
             drafter=resolve_checkpoint(drafter),
-            speculation="auto",
             dtype=resolve_dtype("auto"),
             device="cpu",
             experts="auto",
@@ -94,7 +95,7 @@ def run_demo(command: Demo) -> int:
 
 def _show_answers(console: Console, arms: Mapping[str, LLM], prompt: BenchPrompt, max_tokens: int) -> bool:
     """Both answers side by side, and whether their bytes are equal."""
-    tokenizer = tokenizer_of(arms["plain"])
+    tokenizer = tokenizer_of(arms[PLAIN].tokenizer)
     records = {
         name: run_pass(
             llm.engine, [tokenise(prompt, tokenizer)], concurrency=1, sampling=answer_sampling(tokenizer, max_tokens)
@@ -105,13 +106,13 @@ def _show_answers(console: Console, arms: Mapping[str, LLM], prompt: BenchPrompt
     shown = prompt.text if len(prompt.text) <= NUM_SHOWN_PROMPT_CHARS else f"{prompt.text[:NUM_SHOWN_PROMPT_CHARS]} ..."
     console.print()
     console.print(Panel(Text(shown), title=f"{prompt.tier}: prompt", title_align="left", width=WIDTH))
-    titles = {"plain": "speculation off", "spec": "speculation on"}
+    titles = {PLAIN: "speculation off", AUTO: "speculation on"}
     panels = [
         Panel(Text(texts[name]), title=f"{titles[name]}: {_pace(record)}", title_align="left", width=WIDTH // 2 - 1)
         for name, record in records.items()
     ]
     console.print(Columns(panels, padding=(0, 1)))
-    same = records["plain"].token_ids == records["spec"].token_ids and texts["plain"] == texts["spec"]
+    same = records[PLAIN].token_ids == records[AUTO].token_ids and texts[PLAIN] == texts[AUTO]
     console.print("byte-identical: " + ("yes" if same else "NO"))
     return same
 
@@ -129,15 +130,16 @@ def _pace(record: PromptRecord) -> str:
 def _measure(
     arms: Mapping[str, LLM], prompt_set: PromptSet, cell: DemoCell, max_tokens: int, ticker: Ticker
 ) -> CellSummary:
-    tokenizer = tokenizer_of(arms["plain"])
+    tokenizer = tokenizer_of(arms[PLAIN].tokenizer)
     prompts = draw_prompts(prompt_set.prompts, cell.tier, cell.num_prompts)
+    key = CellKey(tier=cell.tier, concurrency=cell.concurrency, prompt_length=None, prompt_set=prompt_set.name)
     return run_cell(
         {name: llm.engine for name, llm in arms.items()},
-        [tokenise(prompt, tokenizer) for prompt in prompts],
-        tier=cell.tier,
-        concurrency=cell.concurrency,
-        prompt_set=prompt_set.name,
-        sampling=answer_sampling(tokenizer, max_tokens),
-        repeats=1,
+        Workload(
+            key=key,
+            prompts=[tokenise(prompt, tokenizer) for prompt in prompts],
+            sampling=answer_sampling(tokenizer, max_tokens),
+        ),
+        rule=RepeatRule(min_repeats=NUM_REPEATS, max_repeats=NUM_REPEATS),
         progress=ticker,
     )

@@ -5,12 +5,15 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from outrider.cli.arguments import Generate
 from outrider.cli.checkpoints import resolve_checkpoint
 from outrider.cli.runtime import loading_bar, parse_speculation, resolve_dtype, set_threads
 from outrider.engine.llm import LLM
+from outrider.engine.round_log import RoundLog
+from outrider.engine.watch import RoundWatch
 from outrider.errors import ConfigError, RequestError
 from outrider.request import FinishReason, RequestUpdate, SamplingParams
 from outrider.tokenizer import Tokenizer, answer_stop_ids
@@ -27,6 +30,7 @@ def run_generate(command: Generate) -> int:
     set_threads(command.threads)
     speculation = parse_speculation(command.speculation)
     uses_drafter = bool(command.drafter) and speculation not in ("off", 0)
+    watch = _round_watch(command) if command.record_rounds else None
     with loading_bar(command.model) as progress:
         llm = LLM(
             resolve_checkpoint(command.model),
@@ -39,6 +43,7 @@ def run_generate(command: Generate) -> int:
             numerics=command.numerics,
             probe=command.probe,
             progress=progress,
+            watch=watch,
         )
     prompt_token_ids = command.prompt_ids or _encode(llm.tokenizer, command)
     stop_token_ids = answer_stop_ids(llm.tokenizer) if command.chat and llm.tokenizer is not None else ()
@@ -52,6 +57,15 @@ def run_generate(command: Generate) -> int:
         print("outrider: the request failed:", " ".join(error.split()), file=sys.stderr)
         return EXIT_FAILED
     return 0
+
+
+def _round_watch(command: Generate) -> RoundWatch:
+    settings = {
+        "model": Path(command.model).name,
+        "drafter": Path(command.drafter).name,
+        "speculation": command.speculation if command.drafter else "off",
+    }
+    return RoundWatch(RoundLog(Path(command.record_rounds), settings))
 
 
 def _sampling(command: Generate, stop_token_ids: tuple[int, ...]) -> SamplingParams:

@@ -3,11 +3,10 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from outrider.errors import ConfigError
 
@@ -73,14 +72,8 @@ def loading_bar(name: str) -> Iterator[Callable[[int, int], None]]:
 
     Yields what a loader calls with bytes done and bytes in total.
     """
-    columns = (
-        TextColumn(f"loading {name}"),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    console = Console(file=sys.stderr)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("load", total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    if not sys.stderr.isatty():
+        yield lambda _done, _total: None
+        return
+    with import_module("outrider.cli.bar").bar_of(name) as progress:  # rich takes time that a pipe need not wait for
+        yield progress

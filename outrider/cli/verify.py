@@ -99,7 +99,7 @@ def _compare_all(
                 differences.extend(compare(prompts, results[-1], plain))
             for shift in shifts:
                 title(f"taps moved by {shift}")
-                result = run_cell(pair, prompts, _probe(cells), advance, tap_shift=shift)
+                result = run_cell(pair, prompts, _probe(cells), advance, tap_shift=shift, lookup=False)
                 differences.extend(compare(prompts, result, plain))
                 ids = tuple(layer_id + shift for layer_id in pair.predictor.config.aux_layer_ids)
                 taps.append(TapArm(shift=shift, aux_layer_ids=ids, acceptance=acceptance_of(result)))

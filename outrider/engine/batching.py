@@ -21,6 +21,7 @@ import torch
 from outrider.batch import BatchPlace, ForwardBatch
 from outrider.engine.slab import Integers, Slab, SlabShape
 from outrider.errors import EngineFault
+from outrider.ops.native.library import library
 from outrider.plan import ScheduledSequence
 
 __all__ = ["PageTable", "StepDrafts", "StepSpans", "build_batch", "upload"]
@@ -101,10 +102,10 @@ class PageTable:
     def slab(self, shape: SlabShape) -> Slab:
         """The slab of a shape: the same one again where its batches take turns, else a new one."""
         if self.device.type != "cpu" or not shape.is_step:
-            return Slab(shape, self.device)
+            return Slab(shape, self.page_size, self.device)
         slab = self._slabs.get(shape)
         if slab is None:
-            slab = self._slabs[shape] = Slab(shape, self.device, BatchPlace())
+            slab = self._slabs[shape] = Slab(shape, self.page_size, self.device, BatchPlace(), library())
             if len(self._slabs) > MAX_PLACES:
                 self._slabs.popitem(last=False)
         else:
@@ -125,42 +126,46 @@ def upload(device: torch.device, *columns: Sequence[int]) -> tuple[torch.Tensor,
     return flat.split_with_sizes([len(column) for column in columns])
 
 
-def build_batch(spans: StepSpans, drafts: StepDrafts, page_table: PageTable) -> ForwardBatch:
+def build_batch(
+    spans: StepSpans, drafts: StepDrafts, page_table: PageTable, *, wants_taps: bool = True
+) -> ForwardBatch:
     """Lay the spans of one step out as a flat batch.
 
     Cache rows come from the page table, which has a copy of the pages of the plan. A batch with a ``place`` is valid
-    until the next one of the same shape is built.
+    until the next one of the same shape is built. ``wants_taps`` says whether anybody reads what the target taps.
 
     Raises:
         EngineFault: a row lies outside the pages reserved for its sequence (invariant I7).
     """
-    items, lengths = spans.items, spans.lengths
-    starts = tuple([item.start_position for item in items])
-    _check_pages(items, lengths, page_table.page_size)
-    num_decodes = spans.num_decodes
-    step, chunk = lengths[:num_decodes], lengths[num_decodes:]
-    # A prompt needs its last row only, to sample the first token; a decode span needs all.
-    num_logits = sum(step) + sum([item.wants_logits for item in items[num_decodes:]])
+    page_size, items = page_table.page_size, spans.items
+    lengths, starts, wants_logits, num_step_rows = [], [], [], 0
+    for item, num_drafts in zip(items, spans.verify_lengths, strict=True):
+        start, length = item.start_position, len(item.query_token_ids) + num_drafts
+        if start + length > len(item.page_ids) * page_size:
+            raise EngineFault(
+                f"{item.request_id}: rows up to position {start + length - 1} exceed its {len(item.page_ids)} "
+                f"pages of {page_size} tokens"
+            )
+        lengths.append(length)
+        starts.append(start)
+        if item.is_prompt:
+            wants_logits.append(item.wants_logits)
+        else:
+            num_step_rows += length
+    num_chunks = len(wants_logits)
+    num_decodes, num_rows = len(items) - num_chunks, sum(lengths)
     slab = page_table.slab(
         SlabShape(
-            step=(len(step), max(step, default=0), sum(step)),
-            chunk=(len(chunk), max(chunk, default=0), sum(chunk)),
-            num_logits=num_logits,
+            step=(num_decodes, max(lengths[:num_decodes], default=0), num_step_rows),
+            chunk=(num_chunks, max(lengths[num_decodes:], default=0), num_rows - num_step_rows),
+            # A prompt needs its last row only, to sample the first token; a decode span needs all.
+            num_logits=num_step_rows + sum(wants_logits),
             num_drafts=sum(spans.verify_lengths),
             num_pages=page_table.host_BP.shape[1],
+            wants_taps=wants_taps,
         )
     )
-    slab.arrange(lengths, [item.wants_logits for item in items])
+    slab.arrange(tuple(lengths), wants_logits)
     slab.place_drafts(drafts.block_rows, drafts.token_ids_SG.shape[1])
-    slab.fill(items, starts, page_table.host_BP, page_table.page_size)
-    slab.upload(drafts.token_ids_SG)
-    return slab.batch(lengths, starts, page_table.page_size)
-
-
-def _check_pages(items: Sequence[ScheduledSequence], lengths: Sequence[int], page_size: int) -> None:
-    for item, length in zip(items, lengths, strict=True):
-        if item.start_position + length > len(item.page_ids) * page_size:
-            raise EngineFault(
-                f"{item.request_id}: rows up to position {item.start_position + length - 1} exceed its "
-                f"{len(item.page_ids)} pages of {page_size} tokens"
-            )
+    slab.fill(items, starts, page_table.host_BP, drafts.token_ids_SG)
+    return slab.batch(tuple(lengths), tuple(starts))

@@ -7,6 +7,7 @@ import torch
 from outrider.config import CacheConfig, EngineConfig, SchedulerConfig, check_positive
 from outrider.engine.engine import Engine
 from outrider.engine.runner import Runner
+from outrider.engine.watch import RoundWatch
 from outrider.models.protocol import TargetModel
 from outrider.scheduling.admission import num_pages_for
 from outrider.scheduling.scheduler import Scheduler
@@ -34,7 +35,8 @@ def resolve_config(
     max_model_len: int,
     num_draft_tokens: int,
     chunk_multiple: int,
-    adaptive_lengths: bool = False,
+    auto_lengths: bool = False,
+    drafter_context: int | None = None,
 ) -> EngineConfig:
     """The final config.
 
@@ -44,7 +46,8 @@ def resolve_config(
         max_model_len: prompt and output tokens of one sequence.
         num_draft_tokens: drafts per round at most.
         chunk_multiple: the target's; prompts are cut at its multiples.
-        adaptive_lengths: draft and verify as much as pays, not all.
+        auto_lengths: draft and verify as much as pays, not all.
+        drafter_context: tokens of context that the drafter takes at most; None = any.
 
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
@@ -75,7 +78,8 @@ def resolve_config(
             oversubscribe=limits.oversubscribe,
         ),
         num_draft_tokens=num_draft_tokens,
-        adaptive_lengths=adaptive_lengths and num_draft_tokens > 0,
+        auto_lengths=auto_lengths and num_draft_tokens > 0,
+        drafter_context=drafter_context,
     )
 
 
@@ -87,14 +91,28 @@ def build_engine(
     device: torch.device,
     tokenizer: Tokenizer | None = None,
     eos_token_ids: frozenset[int] = frozenset(),
+    runner: Runner | None = None,
+    watch: RoundWatch | None = None,
 ) -> Engine:
-    """An engine around loaded models; ``drafter=None`` decodes plainly."""
-    runner = Runner(target, drafter or NullDrafter(), config, device)
+    """An engine around loaded models; ``drafter=None`` decodes plainly.
+
+    Args:
+        target: the model.
+        drafter: proposes.
+        config: budgets.
+        device: where the caches are.
+        tokenizer: gives text; None serves token ids only.
+        eos_token_ids: ids that end a request.
+        runner: of the same models, config, device and watch; None makes one.
+        watch: is shown every round.
+    """
+    runner = runner or Runner(target, drafter or NullDrafter(), config, device, watch=watch)
     scheduler = Scheduler(
         config.scheduler,
         config.cache,
         num_draft_tokens=config.num_draft_tokens,
+        drafter_context=config.drafter_context,
         eos_token_ids=eos_token_ids,
         vocab_size=target.vocab_size,
     )
-    return Engine(runner, scheduler, vocab_size=target.vocab_size, tokenizer=tokenizer)
+    return Engine(runner, scheduler, vocab_size=target.vocab_size, tokenizer=tokenizer, watch=watch)

@@ -6,6 +6,7 @@ from time import perf_counter
 from typing import Protocol
 
 from outrider.engine.metrics import EngineMetrics
+from outrider.engine.watch import RoundWatch
 from outrider.errors import EngineFault, UnsupportedError
 from outrider.plan import StepPlan, StepResult
 from outrider.request import Request, RequestUpdate
@@ -37,15 +38,23 @@ class Engine:
         scheduler: makes plans.
         vocab_size: token ids of a request must be below it.
         tokenizer: gives text and stop strings; None serves token ids only.
+        watch: is shown every finished round.
     """
 
     def __init__(
-        self, runner: PlanRunner, scheduler: Scheduler, *, vocab_size: int, tokenizer: Tokenizer | None = None
+        self,
+        runner: PlanRunner,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None = None,
+        watch: RoundWatch | None = None,
     ) -> None:
         self._runner = runner
         self._scheduler = scheduler
         self._vocab_size = vocab_size
         self._tokenizer = tokenizer
+        self._watch = watch
         self._stopped_by: str | None = None
         self.metrics = EngineMetrics()
 
@@ -130,7 +139,10 @@ class Engine:
             self.metrics.record_updates(updates)
             return updates
         self.metrics.record_updates(updates)
-        self.metrics.record_round(plan, result, perf_counter() - begin)
+        round_s = perf_counter() - begin
+        self.metrics.record_round(plan, result, round_s)
+        if self._watch is not None:
+            self._watch.finish(plan, result, updates, round_s)
         return updates
 
     def shutdown(self) -> list[RequestUpdate]:

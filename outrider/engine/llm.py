@@ -15,9 +15,11 @@ import torch
 
 from outrider.config import check_positive, resolve_num_draft_tokens
 from outrider.engine.build import EngineLimits, build_engine, resolve_config
+from outrider.engine.cost_file import cost_file, recall_costs, remember_costs
 from outrider.engine.engine import Engine
 from outrider.engine.load import (
     check_drafter_vocabulary,
+    load_drafter_calibration,
     load_vocabulary,
     resolve_device,
     resolve_dtype,
@@ -27,7 +29,12 @@ from outrider.engine.memory import CacheReport, count_caches
 from outrider.engine.metrics import EngineMetrics
 from outrider.engine.outputs import RequestOutput, RunningSample, SampleOutput, collect_outputs
 from outrider.engine.prefill import last_logits
+from outrider.engine.profile import profile_rounds
+from outrider.engine.resident import MemoryReport, count_memory
+from outrider.engine.runner import Runner
+from outrider.engine.watch import RoundWatch
 from outrider.errors import RequestError, UnsupportedError, allocating
+from outrider.models.dspark.block import BlockPredictor
 from outrider.models.dspark.checkpoint import TargetTables
 from outrider.models.dspark.config_json import read_config
 from outrider.models.dspark.load import load_predictor
@@ -36,7 +43,8 @@ from outrider.models.numerics import NumericsChoice, NumericsMode, NumericsRepor
 from outrider.models.registry import load_target
 from outrider.request import Request, RequestUpdate, SamplingParams, samples_of
 from outrider.scheduling.admission import check_token_ids
-from outrider.speculative.drafter import DSparkDrafter
+from outrider.speculative.drafter import DSparkDrafter, NullDrafter
+from outrider.speculative.lookup_drafter import LookupDrafter
 
 __all__ = ["LLM", "Prompt", "RequestOutput", "SampleOutput"]
 
@@ -51,18 +59,21 @@ class LLM:
     Args:
         model_path: checkpoint directory of the target.
         drafter: checkpoint directory of a DSpark drafter; None decodes plainly.
-        speculation: "auto" (the whole block in every round), "adaptive" (as much as measured cost and confidence
-            say will pay), "off", or a fixed number of drafts in every round.
+        speculation: "auto" (as much as measured cost and confidence say will pay), "off", or a fixed number of
+            drafts in every round. A request may ask for less or for a fixed number, see SamplingParams.
         dtype: compute dtype, "bfloat16", "float32" or "float64"; None takes the checkpoint's.
         device: torch device.
         experts: "packed" keeps MXFP4 experts packed, "unpacked" decodes them once, "auto" takes the faster.
         max_num_seqs: sequences that run at once; each holds a recurrent state.
         max_model_len: prompt and output tokens of one sequence; None takes the model's, up to 8192.
         limits: further budgets.
+        drafter_type: what stands around the drafter's model; a measurement may put a DSparkDrafter of its own here.
+        lookup: draft from the text itself where it repeats, and ask the drafter's model where it does not.
         numerics: "exact" keeps a row's bits its own; "fast" takes the library's kernels and promises nothing.
         probe: start-up probe of exact numerics: "auto" takes the outcome of an earlier start on this machine,
             "force" probes anyway, "skip" never does.
         progress: called while the target loads, with (bytes done, bytes in total).
+        watch: is shown every finished round, with the confidence of its drafts.
 
     Raises:
         UserError: a checkpoint or a value cannot be used; the message names it.
@@ -80,9 +91,12 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         limits: EngineLimits | None = None,
+        drafter_type: Callable[..., DSparkDrafter] = DSparkDrafter,
+        lookup: bool = True,
         numerics: NumericsMode = "exact",
         probe: ProbeMode = "auto",
         progress: Callable[[int, int], None] | None = None,
+        watch: RoundWatch | None = None,
     ) -> None:
         model_path = Path(model_path)
         self._device = resolve_device(device)
@@ -98,20 +112,12 @@ class LLM:
             numerics=choice,
             progress=progress,
         )
-        predictor = None
+        predictor, calibration = None, None
         if drafter is not None and speculation not in ("off", 0):
-            tables = TargetTables(embedding_VD=self._target.embedding, head_VD=self._target.lm_head)
-            drafter_config = read_config(Path(drafter))
             check_drafter_vocabulary(model_path, Path(drafter), self.tokenizer, eos_token_ids)
-            predictor = load_predictor(
-                Path(drafter),
-                self._target,
-                tables,
-                max_context=self.max_model_len,
-                num_draft_tokens=resolve_num_draft_tokens(speculation, drafter_config.num_draft_tokens),
-                with_confidence=speculation == "adaptive" and drafter_config.confidence is not None,
-                numerics=choice,
-            )
+            wanted = speculation == "auto" or watch is not None
+            predictor = self._load_predictor(Path(drafter), speculation, choice, confidence_wanted=wanted)
+            calibration = load_drafter_calibration(Path(drafter))
         self.numerics: NumericsReport = (
             joined_report(self._target.numerics, predictor.numerics) if predictor else self._target.numerics
         )
@@ -122,24 +128,87 @@ class LLM:
             max_model_len=self.max_model_len,
             num_draft_tokens=num_draft_tokens,
             chunk_multiple=self._target.chunk_multiple,
-            adaptive_lengths=speculation == "adaptive",
+            auto_lengths=speculation == "auto",
+            drafter_context=predictor.config.max_context if predictor else None,
         )
         num_cache_rows = self.config.cache.num_pages * self.config.cache.page_size
         with allocating(f"the caches of {max_num_seqs} sequences and {num_cache_rows} tokens"):
-            dspark = DSparkDrafter(predictor, num_cache_rows=num_cache_rows) if predictor else None
+            dspark = drafter_type(predictor, num_cache_rows=num_cache_rows) if predictor else None
+            if dspark is not None:
+                dspark.reserve(max_num_seqs)
+            proposer = LookupDrafter(dspark) if dspark and lookup else dspark
+            self._runner = Runner(
+                self._target, proposer or NullDrafter(), self.config, self._device, calibration=calibration, watch=watch
+            )
             self.engine: Engine = build_engine(
                 self._target,
-                dspark,
+                proposer,
                 self.config,
                 device=self._device,
                 tokenizer=self.tokenizer,
                 eos_token_ids=eos_token_ids,
+                runner=self._runner,
+                watch=watch,
             )
         self.caches: CacheReport = count_caches(self._target, dspark, self.config)
+        self.memory: MemoryReport = count_memory(self._target, predictor, self.caches)
         logger.info("%s", self.caches.summary())
+        logger.info("%s", self.memory.summary())
+        # None: drafts are not decided by cost.
+        self._cost_file = self._find_costs(model_path, Path(drafter), experts) if drafter is not None else None
         self._ids = count()
         # Updates of live requests that their reader has not taken yet.
         self._mailbox: dict[str, list[RequestUpdate]] = {}
+
+    def _load_predictor(
+        self, drafter: Path, speculation: str | int, choice: NumericsChoice, *, confidence_wanted: bool
+    ) -> BlockPredictor:
+        config = read_config(drafter)
+        return load_predictor(
+            drafter,
+            self._target,
+            TargetTables(embedding_VD=self._target.embedding, head_VD=self._target.lm_head),
+            max_context=self.max_model_len,
+            num_draft_tokens=resolve_num_draft_tokens(speculation, config.num_draft_tokens),
+            with_confidence=confidence_wanted and config.confidence is not None,
+            numerics=choice,
+        )
+
+    def profile_costs(self) -> None:
+        """Measure what rounds cost here, unless an earlier start on this machine did; for whoever serves for long.
+
+        It takes a few seconds at most, while nothing runs. Without it, and without an earlier outcome, costs are
+        learnt from the rounds that are served. Nothing happens where drafts are not decided by cost.
+
+        Raises:
+            RequestError: a request is running.
+        """
+        if self._cost_file is None or recall_costs(self._cost_file) is not None:
+            return
+        if self.engine.has_work:
+            raise RequestError("costs are measured while requests run, which would disturb both; do it before")
+        costs = profile_rounds(self._runner, self.config, self._target.vocab_size)
+        if costs.is_profiled:
+            self._runner.take_costs(costs)
+            remember_costs(self._cost_file, costs)
+
+    def _find_costs(self, model_path: Path, drafter_path: Path, experts: ExpertForm) -> Path | None:
+        """Take the costs that an earlier start measured, if it did; the file they are or will be in."""
+        if not self.config.auto_lengths:
+            return None
+        settings = {
+            "dtype": str(self._target.embedding.dtype),
+            "experts": experts,
+            "numerics": self.numerics.summary(),
+            "page_size": self.config.cache.page_size,
+            "seats": self.config.scheduler.max_num_seqs,
+            "max_model_len": self.max_model_len,
+            "drafts": self.config.num_draft_tokens,
+        }
+        file = cost_file(model_path, drafter_path, self._device, settings)
+        if (costs := recall_costs(file)) is not None:
+            self._runner.take_costs(costs)
+        return file
 
     @property
     def metrics(self) -> EngineMetrics:

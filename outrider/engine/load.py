@@ -6,13 +6,22 @@ from pathlib import Path
 import torch
 
 from outrider.errors import CheckpointError, ConfigError
+from outrider.models.dspark.checkpoint import confidence_digest
 from outrider.models.dspark.config_json import read_config
 from outrider.models.fields import Fields, read_config_json
+from outrider.speculative.calibration import CALIBRATION_FILE, Calibration, load_calibration
 from outrider.tokenizer import Tokenizer, load_tokenizer
 from outrider.tokenizer.compare import first_difference
 from outrider.tokenizer.files import ids_of
 
-__all__ = ["check_drafter_vocabulary", "load_vocabulary", "resolve_device", "resolve_dtype", "resolve_model_len"]
+__all__ = [
+    "check_drafter_vocabulary",
+    "load_drafter_calibration",
+    "load_vocabulary",
+    "resolve_device",
+    "resolve_dtype",
+    "resolve_model_len",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +89,25 @@ def check_drafter_vocabulary(
             f"the tokenizer beside the drafter, {drafter_path / files[0]}, is not the target's: {difference}; use the "
             "drafter trained for this target"
         )
+
+
+def load_drafter_calibration(drafter_path: Path) -> Calibration:
+    """The calibration beside a drafter's weights; without fits if there is none, or if it is another head's.
+
+    A drafter that was trained again says so in the log: its drafts are as exact as ever, and what its confidence
+    is worth is learnt while serving.
+
+    Raises:
+        CheckpointError: the file is malformed.
+    """
+    calibration = load_calibration(drafter_path)
+    if calibration.confidence_head and calibration.confidence_head != confidence_digest(drafter_path):
+        logger.warning(
+            "%s was fitted for other weights of the confidence head and is not used; run `outrider calibrate`",
+            drafter_path / CALIBRATION_FILE,
+        )
+        return Calibration()
+    return calibration
 
 
 def resolve_dtype(model_path: Path, dtype: str | None) -> torch.dtype:

@@ -21,6 +21,7 @@ class CacheReport:
     max_model_len: int
     latent_bytes: int  # per token
     context_bytes: int  # per token, of the drafter; 0 without one
+    waiting_bytes: int  # taps of one request that wait for the drafter; 0 without one
     state_bytes: int  # recurrent states of one request, whatever its length
     window_bytes: int  # conv windows of one request
     log_row_bytes: int  # of one decode or verify row in the delta log
@@ -29,28 +30,32 @@ class CacheReport:
     @property
     def total_bytes(self) -> int:
         """All caches."""
-        seats = self.num_seqs * (self.state_bytes + self.window_bytes) + self.num_log_rows * self.log_row_bytes
+        seat = self.state_bytes + self.window_bytes + self.waiting_bytes
+        seats = self.num_seqs * seat + self.num_log_rows * self.log_row_bytes
         return seats + self.num_cache_tokens * (self.latent_bytes + self.context_bytes)
 
     def request_bytes(self, num_tokens: int, *, speculation: bool) -> int:
         """What one request of ``num_tokens`` tokens takes, its rows in the log included."""
         per_token = self.latent_bytes + (self.context_bytes if speculation else 0)
         num_rows = 1 + (self.num_draft_tokens if speculation else 0)
-        return self.state_bytes + self.window_bytes + num_rows * self.log_row_bytes + num_tokens * per_token
+        waiting = self.waiting_bytes if speculation else 0
+        seat = self.state_bytes + self.window_bytes + waiting
+        return seat + num_rows * self.log_row_bytes + num_tokens * per_token
 
     def summary(self) -> str:
         """One line for a person."""
         size, longest = readable_bytes, self.max_model_len
         context = f" + {self.context_bytes:,} B of drafter context" if self.context_bytes else ""
+        waiting = f", {size(self.waiting_bytes)} of waiting taps" if self.waiting_bytes else ""
         request = size(self.request_bytes(longest, speculation=False))
         if self.num_draft_tokens:
             with_drafts = size(self.request_bytes(longest, speculation=True))
             request = f"{with_drafts} with {self.num_draft_tokens} drafts, {request} without"
         return (
             f"caches {size(self.total_bytes)}: {self.num_seqs} seats of {size(self.state_bytes)} KDA states and "
-            f"{size(self.window_bytes)} conv windows, {self.num_cache_tokens:,} tokens of {self.latent_bytes:,} B of "
-            f"latents{context}, {self.num_log_rows} log rows of {size(self.log_row_bytes)}; a request of "
-            f"{longest:,} tokens takes {request}"
+            f"{size(self.window_bytes)} conv windows{waiting}, {self.num_cache_tokens:,} tokens of "
+            f"{self.latent_bytes:,} B of latents{context}, {self.num_log_rows} log rows of "
+            f"{size(self.log_row_bytes)}; a request of {longest:,} tokens takes {request}"
         )
 
 
@@ -71,6 +76,7 @@ def count_caches(target: TargetModel, drafter: DSparkDrafter | None, config: Eng
         max_model_len=config.scheduler.max_model_len,
         latent_bytes=sum(layout.bytes_per_token for layout in paged),
         context_bytes=drafter.context_bytes_per_token if drafter else 0,
+        waiting_bytes=drafter.waiting_bytes_per_slot if drafter else 0,
         state_bytes=sum(layout.state_bytes_per_slot for layout in recurrent),
         window_bytes=sum(layout.conv_bytes_per_slot for layout in recurrent),
         log_row_bytes=sum(layout.log_bytes_per_row for layout in recurrent),

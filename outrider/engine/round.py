@@ -6,30 +6,23 @@ rows are folded into the recurrent state by ``commit``, so nothing is pending be
 Dims: S sequences, G draft positions, N rows that need logits.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, count
+from itertools import chain
 
 import torch
 
-from outrider.batch import ForwardBatch, SubmittedDrafts, TargetOutput, VerifyResult
+from outrider.batch import ForwardBatch, TargetOutput
 from outrider.cache.cache_set import CacheSet
+from outrider.engine.accept import Acceptance, Outcome
 from outrider.engine.batching import PageTable, StepDrafts, StepSpans, build_batch, upload
 from outrider.engine.metrics import PhaseClock
-from outrider.engine.sampling import (
-    LogprobRows,
-    build_choices,
-    build_draft_sampling,
-    logprob_columns,
-    logprob_rows,
-    read_logprobs,
-)
+from outrider.engine.sampling import build_draft_sampling
 from outrider.models.protocol import TargetModel
 from outrider.plan import ScheduledSequence, StepPlan, StepResult
 from outrider.request import TokenLogprobs
 from outrider.speculative.drafter import Anchors, Drafter, ObservedSpans
-from outrider.speculative.lengths import LengthPolicy, RoundRecord
-from outrider.speculative.verify import verify
+from outrider.speculative.lengths import NOBODY, LengthPolicy, RoundRecord
 
 __all__ = ["RoundParts", "run_round"]
 
@@ -42,7 +35,9 @@ class RoundParts:
     drafter: Drafter
     lengths: LengthPolicy
     caches: CacheSet
+    acceptance: Acceptance
     page_table: PageTable
+    no_drafts: torch.Tensor  # int64 [1, 0], the block of a round without proposals
     max_step_rows: int
 
 
@@ -54,85 +49,99 @@ class Proposal:
     block_rows: tuple[int, ...]  # row of token_ids_SG per scheduled sequence; 0 without drafts
     verify_lengths: tuple[int, ...]  # per scheduled sequence
     proposed: frozenset[int]  # indices of the scheduled sequences that proposed
+    read: frozenset[int] = NOBODY  # those of them whose drafts were read from the text
     probs_SGV: torch.Tensor | None = None  # what the drafts were drawn from, see DraftBlock
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Host copy of what one step decided, per sequence of the step."""
-
-    output_token_ids: tuple[tuple[int, ...], ...]  # () where no logits were wanted
-    num_accepted: tuple[int, ...]
-    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...]  # per output token; None where not asked for
 
 
 def run_round(parts: RoundParts, plan: StepPlan) -> StepResult:
     """Run a plan, as several target steps if its rows exceed ``max_step_rows``."""
-    clock = PhaseClock()
-    with clock.phase("propose"):
+    with PhaseClock() as clock:
+        clock.begin("propose")
         proposal = _propose(parts, plan)
-    outcomes: list[Outcome] = []
-    num_rows = 0
-    for begin, end in _split(plan, proposal.verify_lengths, parts.max_step_rows):
-        spans = StepSpans(items=plan.scheduled[begin:end], verify_lengths=proposal.verify_lengths[begin:end])
-        drafts = StepDrafts(
-            token_ids_SG=proposal.token_ids_SG,
-            block_rows=proposal.block_rows[begin:end],
-            probs_SGV=proposal.probs_SGV,
-        )
-        with clock.phase("batch"):
-            batch = build_batch(spans, drafts, parts.page_table)
-        with clock.phase("forward"):
+        outcomes: list[Outcome] = []
+        num_rows = 0
+        lapsed = parts.drafter.lapsed
+        for spans, drafts in _steps(plan, proposal, parts.max_step_rows):
+            clock.begin("batch")
+            wants_taps = not lapsed or any(item.state_slot not in lapsed for item in spans.items)
+            batch = build_batch(spans, drafts, parts.page_table, wants_taps=wants_taps)
+            clock.begin("forward")
             output = parts.target.forward(batch, parts.caches)
-        with clock.phase("accept"):
-            verdict = _accept(spans, drafts, output)
-        with clock.phase("commit"):
-            parts.caches.commit(batch, verdict.num_accepted_S[: spans.num_decodes] + 1)
-        with clock.phase("accept"):
-            outcome = _read(spans, verdict, output, logprob_rows(spans, drafts, parts.target.vocab_size))
-        with clock.phase("observe"):
+            outcome = parts.acceptance.decide(spans, drafts, batch, output, clock)
+            clock.begin("observe")
             _observe(parts.drafter, spans, batch, output, outcome)
-        outcomes.append(outcome)
-        num_rows += batch.num_tokens
-    num_accepted = tuple(chain.from_iterable(o.num_accepted for o in outcomes))
+            outcomes.append(outcome)
+            num_rows += batch.num_tokens
+    decided = outcomes[0] if len(outcomes) == 1 else _joined(outcomes)
     timings = clock.timings()
     parts.lengths.observe(
         RoundRecord(
             scheduled=plan.scheduled,
             verify_lengths=proposal.verify_lengths,
-            num_accepted=num_accepted,
+            num_accepted=decided.num_accepted,
             proposed=proposal.proposed,
+            read=proposal.read,
             num_steps=len(outcomes),
             timings=timings,
         )
     )
     return StepResult(
-        output_token_ids=tuple(chain.from_iterable(o.output_token_ids for o in outcomes)),
+        output_token_ids=decided.output_token_ids,
         num_drafted=proposal.verify_lengths,
-        num_accepted=num_accepted,
-        logprobs=tuple(chain.from_iterable(o.logprobs for o in outcomes)),
+        num_accepted=decided.num_accepted,
+        logprobs=decided.logprobs,
         num_steps=len(outcomes),
         num_rows=num_rows,
+        speculation=parts.lengths.report(),
+        num_proposed=len(proposal.proposed),
         timings=timings,
+    )
+
+
+def _steps(plan: StepPlan, proposal: Proposal, max_step_rows: int) -> Iterator[tuple[StepSpans, StepDrafts]]:
+    """The target steps of a round, each with its part of the drafts."""
+    for begin, end in _split(plan, proposal.verify_lengths, max_step_rows):
+        yield (
+            StepSpans(items=plan.scheduled[begin:end], verify_lengths=proposal.verify_lengths[begin:end]),
+            StepDrafts(
+                token_ids_SG=proposal.token_ids_SG,
+                block_rows=proposal.block_rows[begin:end],
+                probs_SGV=proposal.probs_SGV,
+            ),
+        )
+
+
+def _joined(outcomes: Sequence[Outcome]) -> Outcome:
+    """What several steps, or none, decided."""
+    logprobs: tuple[tuple[TokenLogprobs, ...] | None, ...] = ()
+    if any(outcome.logprobs for outcome in outcomes):
+        logprobs = tuple(chain.from_iterable(o.logprobs or (None,) * len(o.num_accepted) for o in outcomes))
+    return Outcome(
+        output_token_ids=tuple(chain.from_iterable(outcome.output_token_ids for outcome in outcomes)),
+        num_accepted=tuple(chain.from_iterable(outcome.num_accepted for outcome in outcomes)),
+        logprobs=logprobs,
     )
 
 
 def _propose(parts: RoundParts, plan: StepPlan) -> Proposal:
     """One batched proposal for every sequence that may use a draft and is let propose."""
-    device, lengths = parts.page_table.device, parts.lengths
-    proposing = lengths.proposing(plan.scheduled)
+    lengths = parts.lengths
+    proposing = lengths.proposing(plan.scheduled, parts.drafter.foresee, parts.drafter.lapsed)
     block = parts.drafter.propose(_anchors(parts, [plan.scheduled[i] for i in proposing])) if proposing else None
     if block is None:
         nothing = (0,) * len(plan.scheduled)
-        empty_SG = torch.empty((1, 0), dtype=torch.int64, device=device)
-        return Proposal(token_ids_SG=empty_SG, block_rows=nothing, verify_lengths=nothing, proposed=frozenset())
-    row_of = {index: row for row, index in enumerate(proposing)}
-    confidence = block.confidence_SG if lengths.reads_confidence else None
+        return Proposal(token_ids_SG=parts.no_drafts, block_rows=nothing, verify_lengths=nothing, proposed=NOBODY)
+    block_rows = [0] * len(plan.scheduled)
+    for row, index in enumerate(proposing):
+        block_rows[index] = row
+    confidence, num_drafts = block.confidence_SG if lengths.reads_confidence else None, block.token_ids_SG.shape[1]
+    read = frozenset([proposing[row] for row in block.read_rows]) if block.read_rows else NOBODY
     return Proposal(
         token_ids_SG=block.token_ids_SG,
-        block_rows=tuple(row_of.get(index, 0) for index in range(len(plan.scheduled))),
-        verify_lengths=lengths.choose(plan.scheduled, proposing, block.token_ids_SG.shape[1], _listed(confidence)),
+        block_rows=tuple(block_rows),
+        verify_lengths=lengths.choose(plan.scheduled, proposing, num_drafts, _listed(confidence), read),
         proposed=frozenset(proposing),
+        read=read,
         probs_SGV=block.probs_SGV,
     )
 
@@ -174,56 +183,14 @@ def _split(plan: StepPlan, verify_lengths: tuple[int, ...], max_step_rows: int) 
         yield begin, len(plan.scheduled)
 
 
-def _accept(spans: StepSpans, drafts: StepDrafts, output: TargetOutput) -> VerifyResult:
-    """Judge the drafts of every sequence with logits; a prompt's last row is a span without drafts."""
-    wanted = [index for index, item in enumerate(spans.items) if item.wants_logits]
-    rows_S, lengths_S = upload(
-        output.logits_NV.device,
-        [drafts.block_rows[index] for index in wanted],
-        [spans.verify_lengths[index] for index in wanted],
-    )
-    if not wanted:
-        return VerifyResult(output_token_ids_SG1=rows_S[:, None], num_accepted_S=lengths_S)
-    submitted = SubmittedDrafts(
-        token_ids_SG=drafts.token_ids_SG.index_select(0, rows_S),
-        lengths_S=lengths_S,
-        probs_SGV=None if drafts.probs_SGV is None else drafts.probs_SGV[rows_S],
-    )
-    vocab_size, device = output.logits_NV.shape[1], output.logits_NV.device
-    return verify(output.logits_NV, submitted, build_choices(spans, drafts, vocab_size, device))
-
-
-def _read(
-    spans: StepSpans, verdict: VerifyResult, output: TargetOutput, wanted_logprobs: LogprobRows | None
-) -> Outcome:
-    """The only copy from device to host of a step: output ids, accepted counts, log probabilities, packed."""
-    packed = torch.cat((verdict.num_accepted_S[:, None], verdict.output_token_ids_SG1), dim=1)
-    if wanted_logprobs is None:
-        rows, columns = packed.tolist(), []
-    else:
-        columns_LK = logprob_columns(output.logits_NV, verdict, wanted_logprobs)
-        flat = torch.cat((packed.double().flatten(), columns_LK.flatten())).cpu()
-        rows = flat[: packed.numel()].long().view(packed.shape).tolist()
-        columns = flat[packed.numel() :].view(columns_LK.shape).tolist()
-    judged = [tuple(token_ids[: accepted + 1]) for accepted, *token_ids in rows]
-    logprobs = read_logprobs(wanted_logprobs, columns, judged) if wanted_logprobs is not None else {}
-    spans_of = count()
-    index_of = [next(spans_of) if item.wants_logits else None for item in spans.items]
-    return Outcome(
-        output_token_ids=tuple(() if index is None else judged[index] for index in index_of),
-        num_accepted=tuple(0 if index is None else rows[index][0] for index in index_of),
-        logprobs=tuple(None if index is None else logprobs.get(index) for index in index_of),
-    )
-
-
 def _observe(drafter: Drafter, spans: StepSpans, batch: ForwardBatch, output: TargetOutput, outcome: Outcome) -> None:
-    num_decodes = spans.num_decodes
+    slots, num_decodes = tuple([item.state_slot for item in spans.items]), spans.num_decodes
     drafter.observe(
         batch,
         output,
         ObservedSpans(
-            chunk_slots=tuple(item.state_slot for item in spans.items[num_decodes:]),
-            step_slots=tuple(item.state_slot for item in spans.items[:num_decodes]),
-            step_committed=tuple(accepted + 1 for accepted in outcome.num_accepted[:num_decodes]),
+            chunk_slots=slots[num_decodes:],
+            step_slots=slots[:num_decodes],
+            step_committed=tuple([accepted + 1 for accepted in outcome.num_accepted[:num_decodes]]),
         ),
     )

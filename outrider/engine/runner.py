@@ -1,22 +1,29 @@
 """Owns the device side of one engine: models, caches, page table; turns a plan into a result."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
 
 from outrider.cache.cache_set import CacheBudget, CacheSet
 from outrider.config import EngineConfig
+from outrider.engine.accept import Acceptance
 from outrider.engine.batching import PageTable
 from outrider.engine.memory import num_log_rows
 from outrider.engine.preemption import HostCopy, copy_in, copy_out
 from outrider.engine.round import RoundParts, run_round
+from outrider.engine.watch import RoundWatch
 from outrider.errors import ConfigError
 from outrider.models.protocol import AuxStream, TargetModel
 from outrider.plan import StepPlan, StepResult
 from outrider.scheduling.admission import num_pages_for
+from outrider.speculative.auto import AutoLengths
+from outrider.speculative.calibration import Calibration
+from outrider.speculative.confidence import SurvivalEstimator
+from outrider.speculative.cost import RoundCosts
 from outrider.speculative.drafter import Drafter
-from outrider.speculative.lengths import AdaptiveLengths, AllDrafts
+from outrider.speculative.lengths import AllDrafts, LengthPolicy
 from outrider.trace import trace_range
 
 __all__ = ["Runner"]
@@ -30,12 +37,23 @@ class Runner:
         drafter: proposes; NullDrafter for plain decoding.
         config: budgets.
         device: where the caches are allocated.
+        calibration: what the drafter's confidence is worth.
+        watch: is shown every round.
 
     Raises:
         ConfigError: more drafts per round are asked for than the drafter proposes.
     """
 
-    def __init__(self, target: TargetModel, drafter: Drafter, config: EngineConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        target: TargetModel,
+        drafter: Drafter,
+        config: EngineConfig,
+        device: torch.device,
+        *,
+        calibration: Calibration | None = None,
+        watch: RoundWatch | None = None,
+    ) -> None:
         if config.num_draft_tokens > drafter.num_draft_tokens:
             raise ConfigError(
                 f"num_draft_tokens={config.num_draft_tokens} exceeds the {drafter.num_draft_tokens} that the "
@@ -58,12 +76,27 @@ class Runner:
             page_size=config.cache.page_size,
             device=device,
         )
+        num_drafts = self._num_draft_tokens = config.num_draft_tokens
+        lengths: LengthPolicy = AllDrafts()
+        if config.auto_lengths:
+            lengths = AutoLengths(
+                num_drafts,
+                survival=SurvivalEstimator(num_drafts, calibration),
+                prior=calibration.typical_survival(num_drafts) if calibration else None,
+            )
+        self._lengths = lengths
         self._parts = RoundParts(
             target=target,
             drafter=drafter,
-            lengths=AdaptiveLengths(config.num_draft_tokens) if config.adaptive_lengths else AllDrafts(),
+            lengths=watch.wrap(lengths, num_drafts, calibration) if watch else lengths,
             caches=self._caches,
+            acceptance=Acceptance(
+                self._caches,
+                max_sequences=config.scheduler.max_num_seqs,
+                num_draft_tokens=config.num_draft_tokens,
+            ),
             page_table=page_table,
+            no_drafts=torch.empty((1, 0), dtype=torch.int64, device=device),
             max_step_rows=config.scheduler.max_step_rows,
         )
         # Slots the drafter knows, with the pages that the page table has. A slot that faulted before its
@@ -87,9 +120,30 @@ class Runner:
         """Bytes of each copy of a prompt that samples share, by prompt id."""
         return {prompt_id: copy.num_bytes for prompt_id, copy in self._prompt_copies.items()}
 
+    @property
+    def drafter(self) -> Drafter:
+        """Who proposes."""
+        return self._parts.drafter
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts per round at most."""
+        return self._num_draft_tokens
+
+    def take_costs(self, costs: RoundCosts) -> None:
+        """Decide drafts by these costs from now on; nothing happens where drafts are not decided by cost."""
+        if isinstance(self._lengths, AutoLengths):
+            self._lengths.costs = costs
+
     @torch.inference_mode()
-    def run(self, plan: StepPlan) -> StepResult:
-        """Release, copy out, seat and run; an empty plan only releases and copies out."""
+    def run(self, plan: StepPlan, *, lengths: LengthPolicy | None = None, drafter: Drafter | None = None) -> StepResult:
+        """Release, copy out, seat and run; an empty plan only releases and copies out.
+
+        Args:
+            plan: of the round.
+            lengths: decides the drafts of this round instead of the engine's own policy, to measure.
+            drafter: proposes in this round instead of the engine's own, to which it passes everything else on.
+        """
         with trace_range("round"):
             self._release(plan.released_slots)
             for request_id in plan.dropped_copies:
@@ -99,7 +153,10 @@ class Runner:
             self._seat(plan)
             for prompt_id in plan.spent_prompts:
                 self._prompt_copies.pop(prompt_id, None)
-            return run_round(self._parts, plan)
+            parts = self._parts
+            if lengths is not None or drafter is not None:
+                parts = replace(parts, lengths=lengths or parts.lengths, drafter=drafter or parts.drafter)
+            return run_round(parts, plan)
 
     def _release(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -130,11 +187,13 @@ class Runner:
         caches, drafter = self._caches, self._parts.drafter
         for item in plan.scheduled:
             slot = item.state_slot
-            if self._seated.get(slot) != item.page_ids:  # new here, or grown
+            if self._seated.get(slot) is not item.page_ids:  # new here, or grown
                 self._parts.page_table.assign(slot, item.page_ids)
             if item.is_first:
                 caches.reset((slot,))
                 drafter.reset((slot,))
+                if self._parts.lengths.gives_up(item, len(plan.scheduled)):
+                    drafter.lapse((slot,))
             elif item.is_resumed:
                 copy_in(caches, drafter, self._host_copies.pop(item.request_id), slot=slot, page_ids=item.page_ids)
             elif item.shared_prompt is not None:

@@ -112,6 +112,8 @@ def build_draft_sampling(
 ) -> DraftSampling | None:
     """How the drafts of ``drafting`` are chosen; None when all are the plain argmax, which costs nothing."""
     choices = [item.choice for item in drafting]
+    if not any(choices):
+        return None
     draws = any(choice is not None and choice.params.temperature > 0 for choice in choices)
     shaping = _draft_shaping(drafting, vocab_size, device)
     if not draws and shaping is None:

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outrider.models.dspark.checkpoint import check_headers, stores_head
 from outrider.models.dspark.config import DSparkConfig
 from outrider.models.dspark.config_json import parse_config
 from outrider.models.dspark.model import DSparkModel
 from outrider.models.fields import read_config_json
+from outrider.models.layers import shapes_only
 from outrider.models.shards import INDEX_NAME
 from outrider.models.weights import CheckpointReader
 
@@ -72,7 +71,7 @@ def describe_drafter(path: Path) -> DrafterInspection:
     """
     raw = read_config_json(path)
     config = parse_config(raw)
-    with torch.device("meta"):
+    with shapes_only():
         model = DSparkModel(config)
     counts = dict.fromkeys(_PARTS, 0)
     for name, parameter in model.named_parameters():

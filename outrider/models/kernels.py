@@ -7,10 +7,12 @@ from outrider.ops.attention import (
     AbsorbedFunction,
     AbsorbFunction,
     AppendFunction,
+    ExpandedFunction,
     absorb_weights,
     append_latents,
     mla_absorbed,
     mla_absorbed_plain,
+    mla_expanded,
 )
 from outrider.ops.kda_step import PLAIN_KDA, KdaForm
 from outrider.ops.linear import LinearFunction, linear, linear_padded, linear_plain
@@ -31,6 +33,7 @@ class Kernels:
     experts: ExpertsFunction = routed_experts
     routed: PrepareRouted | None = None  # router and experts in one call; None runs one after the other
     absorbed: AbsorbedFunction = mla_absorbed  # attention of decode and verify rows
+    expanded: ExpandedFunction | None = mla_expanded  # of prompt rows; None: as of the others
     absorb: AbsorbFunction = absorb_weights  # makes its weights
     append_latents: AppendFunction = append_latents
     kda: KdaForm = PLAIN_KDA  # rows of the recurrent layers, and their commit

@@ -1,18 +1,60 @@
 """What model families share: how parameters are made and which of them keep their precision."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self
+from types import FunctionType
+from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from outrider.errors import allocating
 from outrider.models.kernels import EXACT_KERNELS, Kernels
 from outrider.ops.invariant import island_dtype
 from outrider.ops.linear import LinearFunction
 
-__all__ = ["Build", "IslandParameter", "pin_attributes"]
+__all__ = ["Build", "IslandParameter", "allocate", "pin_attributes", "shapes_only"]
+
+
+class _NothingDrawn(TorchFunctionMode):
+    """Functions of ``torch.nn.init`` do nothing where modes see them, which is where they draw."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if isinstance(func, FunctionType) and func.__module__ == nn.init.__name__:
+            return None
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Modules made inside have shapes and no values: they are on the meta device.
+
+    Nothing is drawn for them either: that would be lost, and drawing a normal distribution on the meta device
+    imports torch's compiler and sympy, which takes about a second.
+    """
+    with torch.device("meta"), _NothingDrawn():
+        yield
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give parameters and buffers that were made under ``shapes_only`` memory without values.
+
+    As ``to_empty``, which asks the meta device for strides and so imports sympy.
+    """
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            setattr(module, name, nn.Parameter(values, requires_grad=parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, torch.empty(buffer.shape, dtype=buffer.dtype, device=device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

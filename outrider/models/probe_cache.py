@@ -21,7 +21,7 @@ from outrider.ops.native.build import source_key
 from outrider.ops.native.library import library
 from outrider.ops.probe import OpCheck, ProbeOutcome
 
-__all__ = ["machine_identity", "probe_file", "recall", "remember"]
+__all__ = ["machine_identity", "probe_file", "recall", "remember", "write_json"]
 
 FORMAT = 1  # of the file; what was probed is part of its name
 
@@ -83,7 +83,11 @@ def _outcome(content: object, offered: Mapping[str, tuple[str, ...]]) -> ProbeOu
 
 def remember(file: Path, outcome: ProbeOutcome) -> None:
     """Write an outcome, whole or not at all; a place that cannot be written only costs the next start a probe."""
-    content = {"format": FORMAT, "geometries": dict(outcome.geometries), "lost": dict(outcome.lost)}
+    write_json(file, {"format": FORMAT, "geometries": dict(outcome.geometries), "lost": dict(outcome.lost)})
+
+
+def write_json(file: Path, content: Mapping[str, object]) -> None:
+    """Write an object, whole or not at all; a failure is only logged."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(
@@ -92,7 +96,7 @@ def remember(file: Path, outcome: ProbeOutcome) -> None:
             json.dump(content, temporary, indent=1)
         os.replace(temporary.name, file)
     except OSError as error:
-        logger.info("probe outcome not kept: %s cannot be written (%s)", file, error.strerror)
+        logger.info("outcome not kept: %s cannot be written (%s)", file, error.strerror)
 
 
 @cache

@@ -1,7 +1,7 @@
 """Multi-head latent attention over paged latent rows ``[c | r]``, without rotary (NoPE).
 
-Decode and verify rows use the absorbed form, prompt rows the expanded form; which one depends on the
-kind of row only, never on the batch.
+Decode and verify rows use the absorbed form, prompt rows the expanded form or, where the native one runs, the
+absorbed form too; which one depends on the kind of row and on what was found at load, never on the batch.
 
 Dims: T rows, S sequences, M rows of the longest span, H heads, N nope key width, r shared key width,
 C latent width, W value width, R rows of the flat cache, Q query rows of one matrix, Y tiles.
@@ -58,6 +58,24 @@ class AbsorbedFunction(Protocol):
         gate_THW: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See ``mla_absorbed``."""
+        ...
+
+
+class ExpandedFunction(Protocol):
+    """A form of ``mla_expanded``."""
+
+    def __call__(
+        self,
+        q_nope_THN: torch.Tensor,
+        q_rope_THR: torch.Tensor,
+        kv_b_weight_OC: torch.Tensor,
+        rows_RC: torch.Tensor,
+        spans: PagedSpans,
+        *,
+        scale: float,
+        gate_THW: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See ``mla_expanded``."""
         ...
 
 
@@ -308,6 +326,7 @@ __all__ = [
     "AbsorbedPanels",
     "AbsorbedWeights",
     "AppendFunction",
+    "ExpandedFunction",
     "absorb_weights",
     "append_latents",
     "mla_absorbed",

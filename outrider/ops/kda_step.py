@@ -58,9 +58,13 @@ class ProjectedRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, weakref_slot=True)
 class KdaSeats:
-    """Committed state and delta log, of one layer or, with a leading dim L, of all."""
+    """Committed state and delta log, of one layer or, with a leading dim L, of all.
 
-    state_BHWK: torch.Tensor  # island dtype
+    Whether a head's state lies as ``[W, K]`` or, where both widths are equal, as ``[K, W]`` is the form's own affair:
+    nobody else looks inside, and seats belong to one form.
+    """
+
+    state_BHWK: torch.Tensor  # island dtype; the native form keeps its transpose
     window_BXC: torch.Tensor  # carried conv inputs, oldest first, X = J - 1; compute dtype
     # The log: row r of a step is row r here. Rows of earlier steps are left over behind them.
     u_RHW: torch.Tensor  # island dtype

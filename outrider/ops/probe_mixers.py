@@ -22,7 +22,7 @@ from outrider.ops.invariant import ROW_TILE
 from outrider.ops.native.library import Library
 from outrider.ops.native.mla import NativeMla, absorb_into_panels
 from outrider.ops.paged import KEY_TILE, PagedSpans, paged_spans
-from outrider.ops.probe import FEW_CASES, NUM_ROWS, OpCheck, company_violation, fixed_check, random_rows, same_bits
+from outrider.ops.probe import FEW_CASES, FIXED, NUM_ROWS, OpCheck, company_violation, random_rows, same_bits
 from outrider.ops.spans import SpanLayout, spans_from_lengths
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "absorbed_check",
     "absorbed_name",
     "expanded_check",
+    "expanded_name",
     "query_tile_named",
 ]
 
@@ -215,21 +216,39 @@ def absorbed_name(sizes: MlaSizes) -> str:
     return f"decode attention of {sizes.name}"
 
 
-def expanded_check(sizes: MlaSizes, dtype: torch.dtype, device: torch.device) -> OpCheck:
-    """Attention of prompt rows."""
+def expanded_name(sizes: MlaSizes) -> str:
+    """Name of the check of prompt attention."""
+    return f"prompt attention of {sizes.name}"
+
+
+def expanded_check(sizes: MlaSizes, dtype: torch.dtype, device: torch.device, native: Library | None = None) -> OpCheck:
+    """Attention of prompt rows: the native form of ``absorbed_check``, where there is one, or the expanded form."""
     cut = sizes.cut()
+    native = native if sizes.suit_native else None
 
-    def find() -> str | None:
+    def find(geometry: str) -> str | None:
         kv_b_OC = _kv_b_weight(cut, dtype, device)
+        run: Attend = partial(_with_weights, partial(mla_expanded, scale=cut.scale), kv_b_OC)
+        if native is not None and geometry == native.geometry:
+            weights = absorb_into_panels(
+                kv_b_OC, num_heads=cut.num_heads, nope_dim=cut.nope_dim, value_dim=cut.value_dim
+            )
+            run = partial(_with_weights, partial(NativeMla(native).absorbed, scale=cut.scale), weights)
+        return _attention_violation(run, cut, PROMPT_CASES, dtype, device)
 
-        def attend(
-            q_nope: torch.Tensor, q_rope: torch.Tensor, rows_RC: torch.Tensor, spans: PagedSpans
-        ) -> torch.Tensor:
-            return mla_expanded(q_nope, q_rope, kv_b_OC, rows_RC, spans, scale=cut.scale)
+    names = (FIXED,) if native is None else (native.geometry, FIXED)
+    return OpCheck(name=expanded_name(sizes), geometries=names, find_violation=find)
 
-        return _attention_violation(attend, cut, PROMPT_CASES, dtype, device)
 
-    return fixed_check(f"prompt attention of {sizes.name}", find)
+def _with_weights(
+    attend: Callable[..., torch.Tensor],
+    weights: object,
+    q_nope: torch.Tensor,
+    q_rope: torch.Tensor,
+    rows_RC: torch.Tensor,
+    spans: PagedSpans,
+) -> torch.Tensor:
+    return attend(q_nope, q_rope, weights, rows_RC, spans)
 
 
 def _kv_b_weight(sizes: MlaSizes, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

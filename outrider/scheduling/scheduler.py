@@ -23,6 +23,7 @@ from outrider.plan import ScheduledSequence, SequenceChoice, StepPlan, StepResul
 from outrider.request import FinishReason, Request, RequestUpdate
 from outrider.scheduling.admission import num_pages_for, resolve_max_new_tokens
 from outrider.scheduling.cut import Cut, append_until_end
+from outrider.scheduling.drafting import Drafting
 from outrider.scheduling.seats import Seats
 from outrider.scheduling.sequence import Sequence, SequenceStatus, StopText
 from outrider.scheduling.sharing import PromptSharing
@@ -37,6 +38,7 @@ class Scheduler:
         config: row, token and seat budgets.
         cache: page size and number of pages.
         num_draft_tokens: drafts per round at most; 0 = plain decoding.
+        drafter_context: tokens of context behind which nothing is drafted; None = everywhere.
         eos_token_ids: ids that end a request unless it sets ``ignore_eos``.
         vocab_size: an output id that is not below it marks logits that are not finite.
     """
@@ -49,10 +51,11 @@ class Scheduler:
         num_draft_tokens: int,
         eos_token_ids: frozenset[int],
         vocab_size: int,
+        drafter_context: int | None = None,
     ) -> None:
         self._config = config
         self._cache = cache
-        self._num_draft_tokens = num_draft_tokens
+        self._drafting = Drafting(num_draft_tokens=num_draft_tokens, drafter_context=drafter_context)
         self._eos_token_ids = eos_token_ids
         self._vocab_size = vocab_size
         self._seats = Seats(config.max_num_seqs, cache)
@@ -61,8 +64,7 @@ class Scheduler:
         self._waiting: deque[Sequence] = deque()
         self._running: dict[str, Sequence] = {}  # in order of arrival
         self._preempted: list[Sequence] = []  # in order of arrival
-        self._num_plans = 0
-        self._num_arrivals = 0
+        self._num_plans = self._num_arrivals = 0
 
     @property
     def has_work(self) -> bool:
@@ -122,6 +124,7 @@ class Scheduler:
         """
         if request.request_id in self._unfinished:
             raise RequestError(f"request_id={request.request_id!r} is in use; choose another")
+        self._drafting.check(request.sampling.speculation)
         eos = frozenset() if request.sampling.ignore_eos else self._eos_token_ids
         sequence = Sequence(
             request=request,
@@ -176,13 +179,18 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next round: rows of running sequences first, then admit, then drafts, then prompt chunks."""
-        self._reserve_next_rows()
-        self._admit()
+        if self._config.oversubscribe:  # otherwise who runs has the pages of its whole life
+            self._reserve_next_rows()
+        if self._preempted or self._waiting:
+            self._admit()
         shared_prompts = self._sharing.new_copies()
-        decodes = [self._decode_span(s) for s in self._running.values() if not s.in_prompt]
-        scheduled = (*decodes, *self._prompt_chunks())
-        for item in scheduled:
-            self._running[item.request_id].on_host = False  # a resumed one is copied in by this plan
+        decodes, in_prompt = [], []
+        for sequence in self._running.values():
+            if sequence.num_computed_tokens < sequence.num_prompt_tokens:
+                in_prompt.append(sequence)
+            else:
+                decodes.append(self._decode_span(sequence))
+        scheduled = (*decodes, *self._prompt_chunks(in_prompt)) if in_prompt else tuple(decodes)
         news = self._seats.take_news()
         plan = StepPlan(
             step_id=self._num_plans,
@@ -254,8 +262,7 @@ class Scheduler:
     def _num_entry_pages(self, sequence: Sequence) -> int:
         if not self._config.oversubscribe:
             return self._num_life_pages(sequence)
-        num_tokens = max(sequence.num_prompt_tokens, sequence.num_computed_tokens + 1)
-        return num_pages_for(num_tokens, self._cache.page_size)
+        return num_pages_for(max(sequence.num_prompt_tokens, sequence.num_computed_tokens + 1), self._cache.page_size)
 
     def _num_headroom_pages(self) -> int:
         """A page for each running sequence that may grow, or whoever enters would be preempted at once."""
@@ -264,31 +271,31 @@ class Scheduler:
     def _decode_span(self, sequence: Sequence) -> ScheduledSequence:
         # More drafts than tokens that may still follow the final one could never be emitted. Nor are drafts
         # worth a seat: they take free pages, and are clipped to those.
-        num_left = sequence.max_new_tokens - sequence.num_output_tokens
-        num_drafts = self._num_draft_tokens if sequence.request.sampling.speculation else 0
-        num_known = sequence.num_computed_tokens + 1
-        num_drafts = min(num_drafts, num_left - 1)
-        num_drafts = min(num_drafts, self._seats.grow(sequence, num_known + num_drafts) - num_known)
+        request, start = sequence.request, sequence.num_computed_tokens
+        num_drafts = self._drafting.num_wanted(request.sampling.speculation, start + 1)
+        if num_drafts:
+            num_drafts = min(num_drafts, sequence.max_new_tokens - sequence.num_output_tokens - 1)
+            num_drafts = min(num_drafts, self._seats.grow(sequence, start + 1 + num_drafts) - (start + 1))
+        resumed, sequence.on_host = sequence.on_host, False  # this plan copies it in
         return ScheduledSequence(
-            request_id=sequence.request.request_id,
+            request_id=request.request_id,
             state_slot=sequence.state_slot,
             page_ids=sequence.page_ids,
-            start_position=sequence.num_computed_tokens,
+            start_position=start,
             query_token_ids=(sequence.token_ids[-1],),
             draft_budget=num_drafts,
             is_prompt=False,
             wants_logits=True,
             is_first=False,
-            is_resumed=sequence.on_host,
-            choice=_choice(sequence),
+            is_resumed=resumed,
+            choice=None if sequence.takes_argmax else _choice(sequence),
+            speculation=request.sampling.speculation,
         )
 
-    def _prompt_chunks(self) -> list[ScheduledSequence]:
+    def _prompt_chunks(self, in_prompt: list[Sequence]) -> list[ScheduledSequence]:
         chunks = []
         budget = self._config.max_prefill_tokens
-        for sequence in self._running.values():
-            if not sequence.in_prompt:
-                continue
+        for sequence in in_prompt:
             shared = self._sharing.start(sequence)
             if shared is None:  # an older sample computes the prompt
                 continue
@@ -299,6 +306,7 @@ class Scheduler:
             budget -= length
             sequence.num_computed_tokens = start
             is_last = start + length == sequence.num_prompt_tokens
+            resumed, sequence.on_host = sequence.on_host, False
             chunks.append(
                 ScheduledSequence(
                     request_id=sequence.request.request_id,
@@ -310,9 +318,9 @@ class Scheduler:
                     is_prompt=True,
                     wants_logits=is_last,
                     is_first=start == 0,
-                    is_resumed=sequence.on_host,
+                    is_resumed=resumed,
                     shared_prompt=shared.copy,
-                    choice=_choice(sequence) if is_last else None,
+                    choice=_choice(sequence) if is_last and not sequence.takes_argmax else None,
                 )
             )
         return chunks
@@ -380,11 +388,9 @@ class Scheduler:
         )
 
 
-def _choice(sequence: Sequence) -> SequenceChoice | None:
-    """None for what the argmax of the logits decides."""
+def _choice(sequence: Sequence) -> SequenceChoice:
+    """How the tokens of a sequence are chosen that does not just take the argmax."""
     sampling = sequence.request.sampling
-    if sampling.is_argmax and sampling.logprobs is None:
-        return None
     return SequenceChoice(
         params=sampling,
         sample_index=sequence.request.sample_index,

@@ -20,6 +20,9 @@ class SeatNews:
     dropped_copies: tuple[str, ...]
 
 
+NO_NEWS = SeatNews(released_slots=(), preempted=(), dropped_copies=())
+
+
 class Seats:
     """Slots and pages of all sequences.
 
@@ -89,6 +92,8 @@ class Seats:
 
     def take_news(self) -> SeatNews:
         """What the next plan must say; said once."""
+        if not (self._released or self._leaving or self._dropped):
+            return NO_NEWS
         news = SeatNews(
             released_slots=tuple(self._released),
             preempted=tuple(self._leaving.values()),

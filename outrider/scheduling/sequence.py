@@ -19,12 +19,17 @@ class StopText(Protocol):
         ...
 
     @property
+    def num_tokens_through_stop(self) -> int | None:
+        """Tokens taken in up to and including the one that completed the stop string; None while not stopped."""
+        ...
+
+    @property
     def matched_stop(self) -> str | None:
         """The stop string that was found."""
         ...
 
     def push(self, token_ids: Iterable[int]) -> str:
-        """Take the next tokens; return the text that is now certain."""
+        """Take the next tokens, up to one that completes a stop string; return the text that is now certain."""
         ...
 
     def flush(self) -> str:
@@ -64,9 +69,12 @@ class Sequence:
     num_drafted: int = 0
     num_accepted: int = 0
     num_prompt_tokens: int = field(init=False)
+    takes_argmax: bool = field(init=False)  # and nobody asks for log probabilities
 
     def __post_init__(self) -> None:
+        sampling = self.request.sampling
         self.num_prompt_tokens = len(self.request.prompt_token_ids)
+        self.takes_argmax = sampling.is_argmax and sampling.logprobs is None
 
     @property
     def num_output_tokens(self) -> int:

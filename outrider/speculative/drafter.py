@@ -8,8 +8,9 @@ Dims: S sequences, T flat tokens, A tapped layers, D model width, P pages per se
 L draft layers, R cache rows, J key/value heads, K head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -17,6 +18,9 @@ import torch
 from outrider.batch import DraftBlock, DraftSampling, ForwardBatch, TargetOutput
 from outrider.errors import EngineFault
 from outrider.models.dspark.block import BlockAnchors, BlockPredictor
+from outrider.models.dspark.recorded import RecordedBlocks, WaitingSpans
+from outrider.ops.waiting import KeptSpans
+from outrider.plan import ScheduledSequence
 
 __all__ = ["Anchors", "DSparkDrafter", "Drafter", "NullDrafter", "ObservedSpans"]
 
@@ -58,6 +62,12 @@ class Drafter(Protocol):
     def aux_hidden_stream(self) -> str:
         """Which stream to tap: "mixture" or "prefix"."""
 
+    def foresee(self, item: ScheduledSequence) -> Sequence[float] | None:
+        """Confidence of the drafts of a decoding sequence if it will read them from its text, at no cost.
+
+        None where a model will be asked. ``propose`` for the same anchor keeps to it.
+        """
+
     def propose(self, anchors: Anchors) -> DraftBlock | None:
         """One block for every anchor, all in one call; None when there is nothing to verify.
 
@@ -65,8 +75,18 @@ class Drafter(Protocol):
         may ignore ``sampling`` if its drafts are a function of what it has observed and of the anchor.
         """
 
+    @property
+    def lapsed(self) -> Set[int]:
+        """State slots whose context was given up: no tap of theirs is needed, and no model drafts for them."""
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """Give up the context of sequences until their slots are released."""
+
     def observe(self, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
-        """Take in the committed rows of one target step, prompt chunks included."""
+        """Take in the committed rows of one target step, prompt chunks included.
+
+        A step has no taps where all its sequences have lapsed.
+        """
 
     def reset(self, slots: Sequence[int]) -> None:
         """Start sequences in ``slots``."""
@@ -91,6 +111,14 @@ class NullDrafter:
     aux_layer_ids: tuple[int, ...] = ()
     aux_hidden_stream = "mixture"
 
+    lapsed: frozenset[int] = frozenset()
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """Nothing to give up."""
+
+    def foresee(self, item: ScheduledSequence) -> None:
+        """Nothing to read."""
+
     def propose(self, anchors: Anchors) -> None:
         """No drafts."""
 
@@ -111,8 +139,15 @@ class NullDrafter:
         """Nothing to start."""
 
 
+NUM_WAITING = 64  # rows of a slot that wait at most, or those of the longest verify span
+
+
 class DSparkDrafter:
     """A DSpark model, its context keys and values, and the observed length of each sequence.
+
+    Tap rows are only copied when they are observed. They wait in a ring of their slot, and are projected and stored
+    all at once before the slot proposes, when the ring is full, or when the sequence is copied out. So a round that
+    proposes nothing pays for a copy, and a sequence that ends without another proposal never pays more.
 
     Args:
         predictor: the model prepared for inference.
@@ -123,15 +158,36 @@ class DSparkDrafter:
         config = predictor.config
         self._predictor = predictor
         self._context = predictor.allocate_context(num_cache_rows)
+        self._blocks = RecordedBlocks(predictor, self._context)
+        self._num_waiting = max(NUM_WAITING, 1 + predictor.num_draft_tokens)
+        self._ring_BRW = predictor.context.allocate_rings(1, self._num_waiting)
         self._observed: dict[int, int] = {}  # slot -> context tokens taken in
+        self._stored: dict[int, int] = {}  # slot -> those of them whose keys and values are in the cache
+        self._lapsed: set[int] = set()
         self.num_draft_tokens = predictor.num_draft_tokens
         self.aux_layer_ids = config.aux_layer_ids
         self.aux_hidden_stream = config.aux_hidden_stream.value
 
     @property
+    def lapsed(self) -> Set[int]:
+        """See Drafter."""
+        return self._lapsed
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """See Drafter."""
+        for slot in slots:
+            self.observed_tokens(slot)
+            self._lapsed.add(slot)
+
+    @property
     def context_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one context token, all draft layers."""
         return self._context.rows_2LRJK[:, :, 0].nbytes
+
+    @property
+    def waiting_bytes_per_slot(self) -> int:
+        """Bytes of the taps of one sequence that may wait."""
+        return self._ring_BRW[0].nbytes
 
     def observed_tokens(self, slot: int) -> int:
         """Context tokens of the sequence in ``slot``."""
@@ -139,31 +195,69 @@ class DSparkDrafter:
             raise EngineFault(f"drafter slot {slot} holds no sequence; reset it first")
         return self._observed[slot]
 
+    def stored_tokens(self, slot: int) -> int:
+        """Those of them whose keys and values are in the cache; the others wait."""
+        self.observed_tokens(slot)
+        return self._stored[slot]
+
+    def reserve(self, num_slots: int) -> None:
+        """Make room for the taps of so many slots; otherwise that is done when slots are used."""
+        before_BRW = self._ring_BRW
+        if num_slots > before_BRW.shape[0]:
+            self._ring_BRW = self._predictor.context.allocate_rings(num_slots, self._num_waiting)
+            self._ring_BRW[: before_BRW.shape[0]] = before_BRW
+
     def reset(self, slots: Sequence[int]) -> None:
         """See Drafter; a slot that still holds a sequence is an engine fault."""
         for slot in slots:
             if slot in self._observed:
                 raise EngineFault(f"drafter slot {slot} is reset while it holds a sequence; release it")
-            self._observed[slot] = 0
+            self._observed[slot] = self._stored[slot] = 0
+        num_slots = 1 + max(slots, default=-1)
+        if num_slots > self._ring_BRW.shape[0]:
+            self.reserve(max(2 * self._ring_BRW.shape[0], num_slots))
 
     def release(self, slots: Sequence[int]) -> None:
-        """See Drafter. Cached rows stay; the length gates every read of them."""
+        """See Drafter. Cached rows stay; the length gates every read of them. Waiting rows are dropped."""
         for slot in slots:
             self.observed_tokens(slot)
-            del self._observed[slot]
+            del self._observed[slot], self._stored[slot]
+            self._lapsed.discard(slot)
 
+    @torch.inference_mode()
     def snapshot(self, slot: int, rows_R: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """See Drafter: keys and values of the context, ``[2, L, R, J, K]``. The slot must have observed R tokens."""
+        """See Drafter: keys and values of the context, ``[2, L, R, J, K]``; nothing of a sequence that has lapsed.
+
+        The slot must have observed R tokens.
+        """
         self._check_continues(slot, rows_R.shape[0], "copy")
+        if slot in self._lapsed:
+            return ()
+        begin, end = self._stored[slot], self._observed[slot]
+        if begin < end:
+            positions_T = torch.arange(begin, end, device=rows_R.device)
+            taps_TW = self._ring_BRW[slot].index_select(0, positions_T % self._num_waiting)
+            self._predictor.store_context(
+                self._context, self._predictor.context.as_taps(taps_TW), positions_T, rows_R[begin:],
+                max_position=end - 1,
+            )  # fmt: skip
+            self._stored[slot] = end
         return (self._context.rows_2LRJK.index_select(2, rows_R).cpu(),)
 
     def restore(self, slot: int, rows_R: torch.Tensor, snapshot: tuple[torch.Tensor, ...]) -> None:
         """See Drafter; a slot that still holds a sequence is an engine fault."""
-        (context_2LRJK,) = snapshot
         self.reset((slot,))
+        if not snapshot:
+            self._observed[slot] = self._stored[slot] = rows_R.shape[0]
+            self._lapsed.add(slot)
+            return
+        (context_2LRJK,) = snapshot
         rows_2LRJK = self._context.rows_2LRJK
         rows_2LRJK.index_copy_(2, rows_R, context_2LRJK.to(rows_2LRJK.device))
-        self._observed[slot] = context_2LRJK.shape[2]
+        self._observed[slot] = self._stored[slot] = context_2LRJK.shape[2]
+
+    def foresee(self, item: ScheduledSequence) -> None:
+        """See Drafter; the model is always asked."""
 
     @torch.inference_mode()
     def propose(self, anchors: Anchors) -> DraftBlock | None:
@@ -179,8 +273,12 @@ class DSparkDrafter:
             raise EngineFault(f"a slot proposes twice in one round: {anchors.slots}")
         for slot, position in zip(anchors.slots, anchors.positions, strict=True):
             self._check_continues(slot, position, "anchor")
-        return self._predictor.predict(
-            self._context,
+        if not self._lapsed.isdisjoint(anchors.slots):
+            raise EngineFault(f"slots {sorted(self._lapsed.intersection(anchors.slots))} propose without a context")
+        slots = anchors.slots
+        starts = [self._stored[slot] for slot in slots]
+        counts = [position - start for position, start in zip(anchors.positions, starts, strict=True)]
+        block = self._blocks.propose(
             BlockAnchors(
                 token_ids_S=anchors.token_ids_S,
                 positions_S=anchors.positions_S,
@@ -189,40 +287,92 @@ class DSparkDrafter:
                 max_position=max(anchors.positions),
                 sampling=anchors.sampling,
             ),
-        ).block
+            WaitingSpans(slots=slots, starts=starts, counts=counts),
+            self._ring_BRW,
+        )
+        for slot, position in zip(slots, anchors.positions, strict=True):
+            self._stored[slot] = position
+        return block
 
-    @torch.inference_mode()
     def observe(self, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
-        """Project committed tap rows and store their keys and values for every draft layer.
+        """Let the tap rows of committed tokens wait; a span that its ring has no room for is stored at once.
 
-        Rejected rows are dropped before anything is computed from them.
+        Nothing is computed from rejected rows.
 
         Raises:
             EngineFault: the target captured no taps, or a span does not continue its slot's context.
         """
-        counts = (*batch.chunk.lengths, *spans.step_committed)
-        starts = (*batch.chunk.starts, *batch.step.starts)
-        slots = (*spans.chunk_slots, *spans.step_slots)
-        for slot, start in zip(slots, starts, strict=True):
-            self._check_continues(slot, start, "span")
-        for count, length in zip(spans.step_committed, batch.step.lengths, strict=True):
+        # This runs in every round, also where nobody drafts: one pass, and no object per span.
+        slots: list[int] = []
+        begins, starts, counts, full, begin = [], [], [], [], 0
+        for slot, start, length, count in zip(
+            spans.step_slots + spans.chunk_slots,
+            batch.step.starts + batch.chunk.starts,
+            batch.step.lengths + batch.chunk.lengths,
+            spans.step_committed + batch.chunk.lengths,
+            strict=True,
+        ):
+            if self._observed.get(slot) != start:
+                self._check_continues(slot, start, "span")
             if not 0 <= count <= length:
                 raise EngineFault(f"{count} committed rows of a span of {length}")
+            if slot in self._lapsed:
+                self._observed[slot] = self._stored[slot] = start + count
+            else:
+                if start + count - self._stored[slot] > self._num_waiting:
+                    full.append(len(slots))
+                slots.append(slot)
+                begins.append(begin)  # rows of step spans come first
+                starts.append(start)
+                counts.append(count)
+            begin += length
         if not slots:
             return
         if output.aux_hidden_TAD is None:
             raise EngineFault(f"the target captured no taps; set_aux_layers({self.aux_layer_ids}) first")
-        aux_hidden_TAD, positions_T, rows_T = output.aux_hidden_TAD, batch.positions_T, batch.slot_mapping_T
-        if sum(counts) != batch.num_tokens:
-            committed = _committed_rows(batch, spans.step_committed)
-            aux_hidden_TAD = aux_hidden_TAD.index_select(0, committed)
-            positions_T = positions_T.index_select(0, committed)
-            rows_T = rows_T.index_select(0, committed)
-        self._predictor.store_context(
-            self._context, aux_hidden_TAD, positions_T, rows_T, max_position=_last_position(starts, counts)
+        kept = KeptSpans(slots=slots, begins=begins, starts=starts, counts=counts)
+        if full:
+            kept = self._store_full(batch, output.aux_hidden_TAD, kept, full)
+        if kept.slots:
+            self._predictor.context.keep_waiting(self._ring_BRW, output.aux_hidden_TAD, kept)
+        for slot, start, count in zip(slots, starts, counts, strict=True):
+            self._observed[slot] = start + count
+
+    @torch.inference_mode()
+    def _store_full(
+        self, batch: ForwardBatch, aux_hidden_TAD: torch.Tensor, spans: KeptSpans, full: list[int]
+    ) -> KeptSpans:
+        """Store what waits in rings without room, and spans longer than a ring; the spans that are left to wait."""
+        full_slots = [spans.slots[i] for i in full]
+        starts = [self._stored[slot] for slot in full_slots]
+        counts = [self._observed[slot] - start for slot, start in zip(full_slots, starts, strict=True)]
+        if sum(counts):
+            self._blocks.store(
+                WaitingSpans(slots=full_slots, starts=starts, counts=counts),
+                self._ring_BRW,
+                batch.page_table_SP[batch.sequence_T[[spans.begins[i] for i in full]]],
+                batch.page_size,
+            )
+        for slot in full_slots:
+            self._stored[slot] = self._observed[slot]
+        for first, last in _neighbours([i for i in full if spans.counts[i] > self._num_waiting]):
+            begin, end = spans.begins[first], spans.begins[last] + spans.counts[last]
+            self._predictor.store_context(
+                self._context,
+                aux_hidden_TAD[begin:end],
+                batch.positions_T[begin:end],
+                batch.slot_mapping_T[begin:end],
+                max_position=max(spans.starts[i] + spans.counts[i] for i in range(first, last + 1)) - 1,
+            )
+            for i in range(first, last + 1):
+                self._stored[spans.slots[i]] = spans.starts[i] + spans.counts[i]
+        left = [i for i, count in enumerate(spans.counts) if count <= self._num_waiting]
+        return KeptSpans(
+            slots=[spans.slots[i] for i in left],
+            begins=[spans.begins[i] for i in left],
+            starts=[spans.starts[i] for i in left],
+            counts=[spans.counts[i] for i in left],
         )
-        for slot, count in zip(slots, counts, strict=True):
-            self._observed[slot] += count
 
     def _check_continues(self, slot: int, position: int, what: str) -> None:
         observed = self.observed_tokens(slot)
@@ -230,17 +380,8 @@ class DSparkDrafter:
             raise EngineFault(f"{what} at position {position} of slot {slot}, whose context has {observed} tokens")
 
 
-def _committed_rows(batch: ForwardBatch, step_committed: tuple[int, ...]) -> torch.Tensor:
-    """Flat rows of all chunk spans and of the committed prefix of each step span."""
-    offsets: list[int] = []
-    begin = 0
-    for length, count in zip(batch.step.lengths, step_committed, strict=True):
-        offsets.extend(range(begin, begin + count))
-        begin += length
-    index = torch.tensor(offsets, dtype=torch.int64).to(batch.step.rows_T.device, non_blocking=True)
-    step_rows = batch.step.rows_T.index_select(0, index)
-    return torch.cat((batch.chunk.rows_T, step_rows)) if batch.chunk.lengths else step_rows
-
-
-def _last_position(starts: tuple[int, ...], counts: tuple[int, ...]) -> int:
-    return max(start + count for start, count in zip(starts, counts, strict=True)) - 1
+def _neighbours(indices: list[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each run of successive numbers."""
+    for _, run in groupby(enumerate(indices), key=lambda pair: pair[1] - pair[0]):
+        numbers = [index for _, index in run]
+        yield numbers[0], numbers[-1]

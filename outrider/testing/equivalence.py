@@ -21,6 +21,7 @@ from outrider.models.dspark.block import BlockPredictor
 from outrider.models.protocol import TargetModel
 from outrider.request import FinishReason, Request, RequestUpdate
 from outrider.speculative.drafter import DSparkDrafter
+from outrider.speculative.lookup_drafter import LookupDrafter
 from outrider.testing.grid import Cell, Decoding
 from outrider.testing.recording import draw_margins, recording, top_margins
 
@@ -158,6 +159,7 @@ def run_cell(
     progress: Callable[[int], None] | None = None,
     *,
     tap_shift: int = 0,
+    lookup: bool = True,
 ) -> CellResult:
     """Run all prompts in one new engine.
 
@@ -167,6 +169,7 @@ def run_cell(
         cell: the settings.
         progress: gets the number of prompts that just ended.
         tap_shift: layers by which the drafter taps the target later than its config says; every tap must exist.
+        lookup: read drafts from the text where it repeats, as an engine does; False judges the model alone.
     """
     limits = cell.limits(
         chunk_multiple=pair.target.chunk_multiple,
@@ -178,7 +181,8 @@ def run_cell(
     drafter = DSparkDrafter(pair.predictor, num_cache_rows=num_cache_rows) if cell.num_drafts else None
     if drafter is not None:
         drafter.aux_layer_ids = tuple(layer_id + tap_shift for layer_id in drafter.aux_layer_ids)
-    engine = build_engine(pair.target, drafter, config, device=pair.device)
+    reading = LookupDrafter(drafter) if drafter is not None and lookup else drafter
+    engine = build_engine(pair.target, reading, config, device=pair.device)
     order = list(range(len(prompts)))
     random.Random(cell.order_seed).shuffle(order)
     begin = perf_counter()

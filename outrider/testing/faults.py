@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import outrider.engine.accept
 import outrider.engine.prefill
 import outrider.engine.round
 import outrider.engine.runner
@@ -147,7 +148,7 @@ def _shared_noise() -> AbstractContextManager[None]:
 
         return wrong
 
-    return _replaced(outrider.engine.round, "build_choices", make)
+    return _replaced(outrider.engine.accept, "build_choices", make)
 
 
 def _window_left_behind() -> AbstractContextManager[None]:

@@ -51,7 +51,7 @@ class Decoding:
             seed=self.seed,
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
-            speculation=speculation,
+            speculation="auto" if speculation else "off",
         )
 
 

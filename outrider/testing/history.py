@@ -158,6 +158,16 @@ class PoisoningRunner:
         stale_R = torch.tensor([row for row in range(num_rows) if row not in kept_rows], dtype=torch.int64)
         latents.restore(stale_R, torch.full_like(latents.snapshot(stale_R), torch.nan))
         self._drafter.inner._context.rows_2LRJK.index_fill_(2, stale_R, torch.nan)
+        self._poison_rings(kept_slots)
+
+    def _poison_rings(self, kept_slots: set[int]) -> None:
+        drafter = self._drafter.inner
+        ring_BRW = drafter._ring_BRW
+        stale_BR = torch.ones(ring_BRW.shape[:2], dtype=torch.bool)
+        for slot in kept_slots:
+            waiting = range(drafter.stored_tokens(slot), drafter.observed_tokens(slot))
+            stale_BR[slot, [position % ring_BRW.shape[1] for position in waiting]] = False
+        ring_BRW[stale_BR] = torch.nan
 
 
 class History:
@@ -335,11 +345,16 @@ class History:
             solo = self.toy.solo(sequence.token_ids)
             rows_R = torch.tensor(cache_rows(sequence.page_ids, length, self.limits.page_size))
             ours, theirs = caches.snapshot(slot, rows_R), solo.recurrent[length]
+            num_stored = self.drafter.inner.stored_tokens(slot)  # the taps of the others wait
             for what, mine, alone in (
                 ("KDA state", ours.recurrent.state_LHVK, theirs.state_LHVK),
                 ("conv window", ours.recurrent.window_LWD, theirs.window_LWD),
                 ("latents", ours.latents_LRC, solo.latents_LRC[:, :length]),
-                ("drafter context", context.rows_2LRJK.index_select(2, rows_R), solo.context_2LRJK[:, :, :length]),
+                (
+                    "drafter context",
+                    context.rows_2LRJK.index_select(2, rows_R[:num_stored]),
+                    solo.context_2LRJK[:, :, :num_stored],
+                ),
             ):
                 assert torch.equal(mine, alone), f"{name}: {what} after {length} tokens differs from the solo run"
             assert self.drafter.inner.observed_tokens(slot) == length

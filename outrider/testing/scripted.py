@@ -12,6 +12,7 @@ import torch
 from outrider.batch import DraftBlock, ForwardBatch, TargetOutput
 from outrider.errors import EngineFault
 from outrider.models.protocol import AuxStream
+from outrider.plan import ScheduledSequence
 from outrider.speculative.drafter import Anchors, ObservedSpans
 
 __all__ = ["Script", "ScriptedDrafter", "garbage", "oracle", "random_drafts", "wrong_at"]
@@ -35,6 +36,14 @@ class ScriptedDrafter:
         self._script = script
         self._token_ids: dict[int, list[int]] = {}
         self.num_proposed = 0
+
+    lapsed: frozenset[int] = frozenset()
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """Nothing to give up."""
+
+    def foresee(self, item: ScheduledSequence) -> None:
+        """See Drafter; nothing is read."""
 
     def propose(self, anchors: Anchors) -> DraftBlock:
         """One row of scripted drafts per anchor."""

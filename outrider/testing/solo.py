@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from outrider.batch import ForwardBatch, TargetOutput
 from outrider.cache.recurrent import RecurrentSnapshot
 from outrider.config import CacheConfig, EngineConfig, SchedulerConfig
 from outrider.engine.engine import Engine
@@ -19,7 +20,7 @@ from outrider.models.dspark.block import BlockPredictor
 from outrider.models.protocol import TargetModel
 from outrider.request import FinishReason, Request, SamplingParams
 from outrider.scheduling.scheduler import Scheduler
-from outrider.speculative.drafter import Anchors, Drafter, DSparkDrafter
+from outrider.speculative.drafter import Anchors, Drafter, DSparkDrafter, ObservedSpans
 
 __all__ = ["HistoryLimits", "Solo", "Toy", "build_parts"]
 
@@ -110,7 +111,10 @@ class Toy:
 
 
 class RecordingDrafter(DSparkDrafter):
-    """Notes what it would propose at every position, and proposes nothing: decoding stays plain."""
+    """Notes what it would propose at every position, and proposes nothing: decoding stays plain.
+
+    It stores the context of its only sequence, whose cache rows are its positions, at once.
+    """
 
     def __init__(self, predictor: BlockPredictor, *, num_cache_rows: int) -> None:
         super().__init__(predictor, num_cache_rows=num_cache_rows)
@@ -121,6 +125,12 @@ class RecordingDrafter(DSparkDrafter):
         block = super().propose(anchors)
         assert block is not None
         (self.proposals[anchors.positions[0]],) = block.token_ids_SG.tolist()
+
+    def observe(self, batch: ForwardBatch, output: TargetOutput, spans: ObservedSpans) -> None:
+        """See Drafter."""
+        super().observe(batch, output, spans)
+        for slot in (*spans.step_slots, *spans.chunk_slots):
+            self.snapshot(slot, torch.arange(self.observed_tokens(slot)))
 
 
 def _run_solo(toy: Toy, prompt: tuple[int, ...]) -> Solo:

@@ -15,6 +15,7 @@ from outrider.cache import PagedLayout, RecurrentLayout
 from outrider.models.dspark.drawing import DraftDraws
 from outrider.models.protocol import AuxStream, TargetCaches
 from outrider.ops.select import first_maximum
+from outrider.plan import ScheduledSequence
 from outrider.speculative.drafter import Anchors, ObservedSpans
 
 __all__ = ["TableDrafter", "TableTarget"]
@@ -104,6 +105,14 @@ class TableDrafter:
     def __init__(self, table_VV: torch.Tensor, num_draft_tokens: int) -> None:
         self.table_VV = table_VV
         self.num_draft_tokens = num_draft_tokens
+
+    lapsed: frozenset[int] = frozenset()
+
+    def lapse(self, slots: Sequence[int]) -> None:
+        """Nothing to give up."""
+
+    def foresee(self, item: ScheduledSequence) -> None:
+        """See Drafter; nothing is read."""
 
     def propose(self, anchors: Anchors) -> DraftBlock:
         """One block for every anchor."""

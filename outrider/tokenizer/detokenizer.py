@@ -92,6 +92,11 @@ class IncrementalDetokenizer:
         Returns "" once stopped.
         """
         assert not self._flushed, "push after flush; create one detokenizer per sequence"
+        token_ids = tuple(token_ids)
+        if not self._stop and not self._num_open_tokens:
+            text = self._whole_text(token_ids)
+            if text is not None:
+                return text
         pieces: list[str] = []
         for token_id in token_ids:
             if self.stopped:
@@ -114,6 +119,18 @@ class IncrementalDetokenizer:
         text = self._advance(tail)
         if not self.stopped:
             text += self._emit(len(self._held))
+        return text
+
+    def _whole_text(self, token_ids: tuple[int, ...]) -> str | None:
+        """All of it at once, where no code point is open before or behind and nothing is held back; None elsewhere."""
+        try:
+            text = b"".join(map(self._bytes_of, token_ids)).decode()
+        except UnicodeDecodeError:
+            return None
+        self._num_tokens += len(token_ids)
+        self._num_emitted_tokens += len(token_ids)
+        self._num_decoded_chars += len(text)
+        self._num_emitted_chars += len(text)
         return text
 
     def _bytes_of(self, token_id: int) -> bytes:

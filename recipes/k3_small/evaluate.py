@@ -18,10 +18,10 @@ import torch
 from answering import answer_all, plain_engine
 
 from outrider.batch import ForwardBatch, TargetOutput
-from outrider.engine.loops import ends_in_loop
 from outrider.cache.cache_set import CacheSet
 from outrider.engine.engine import Engine
 from outrider.engine.llm import LLM
+from outrider.engine.loops import ends_in_loop
 from outrider.models.dspark.config_json import read_config
 from outrider.models.registry import load_target
 from outrider.request import RequestUsage, SamplingParams
@@ -135,11 +135,12 @@ def metered_engine(meter: EntropyMeter) -> Engine:
 
 
 def pair_engine(arguments: argparse.Namespace) -> Engine:
-    """The pair with all drafts verified in every round: the drafter is judged, not the choice of lengths."""
+    """The drafter's own drafts, all verified in every round: it is judged, not lookup or the choice of lengths."""
     return LLM(
         arguments.model,
         arguments.drafter,
         speculation=read_config(arguments.drafter).num_draft_tokens,
+        lookup=False,
         max_num_seqs=NUM_SEATS,
         max_model_len=MAX_POSITIONS,
     ).engine

@@ -111,19 +111,19 @@ def speed(figures: Figures) -> str:
     """The paired A/B, a row a cell."""
     rows = []
     for cell in figures.read("ab")["cells"]:
-        plain, spec = cell["arms"]["plain"], cell["arms"]["spec"]
+        plain, auto = cell["arms"]["plain"], cell["arms"]["auto"]
         rows.append(
             [
                 f"c{cell['concurrency']} {cell['tier']}",
                 f"{plain['tpot_mean_ms']:.1f}",
-                f"{spec['tpot_mean_ms']:.1f}",
+                f"{auto['tpot_mean_ms']:.1f}",
                 f"{plain['steady_tokens_per_s']:.0f}",
-                f"{spec['steady_tokens_per_s']:.0f}",
+                f"{auto['steady_tokens_per_s']:.0f}",
                 number(cell["tokens_per_round"]),
                 f"{number(cell['ratio'])} ({number(cell['ratio_low'])} to {number(cell['ratio_high'])})",
             ]
         )
-    header = ["cell", "TPOT plain, ms", "TPOT spec, ms", "tokens/s plain", "tokens/s spec", "tokens/round"]
+    header = ["cell", "TPOT plain, ms", "TPOT auto, ms", "tokens/s plain", "tokens/s auto", "tokens/round"]
     return table([*header, "ratio (95 %)"], rows)
 
 
@@ -133,7 +133,7 @@ def phases(figures: Figures) -> str:
     rows = []
     for concurrency in sorted({cell["concurrency"] for cell in cells}):
         plain_round = 0.0
-        for arm in ("plain", "spec"):
+        for arm in ("plain", "auto"):
             arms = [cell["arms"][arm] for cell in cells if cell["concurrency"] == concurrency]
             steps = sum(of["num_decode_steps"] for of in arms)
             names = arms[0]["phase_s"]

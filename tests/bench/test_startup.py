@@ -7,6 +7,7 @@ import torch
 from outrider.bench.startup import needed_bytes, start_once, startup_to_json
 from outrider.engine.llm import LLM
 from outrider.speculative.drafter import DSparkDrafter
+from outrider.speculative.lookup_drafter import LookupDrafter
 
 
 def test_a_start_and_what_it_must_hold(toy_pair: tuple[Path, Path]) -> None:
@@ -24,11 +25,13 @@ def test_a_start_and_what_it_must_hold(toy_pair: tuple[Path, Path]) -> None:
     runner = llm.engine._runner
     assert needed.caches == runner.caches.num_bytes
     parts = runner._parts
-    assert isinstance(parts.drafter, DSparkDrafter)
-    assert needed.drafter_context == parts.drafter._context.rows_2LRJK.nbytes
+    assert isinstance(parts.drafter, LookupDrafter)
+    dspark = parts.drafter.inner
+    assert isinstance(dspark, DSparkDrafter)
+    assert needed.drafter_context == dspark._context.rows_2LRJK.nbytes
     held = sum(parameter.nbytes for parameter in llm._target.parameters())
     assert abs(needed.target - held) < 0.02 * held  # fused score vectors are two tensors in the files
-    assert needed.drafter == sum(parameter.nbytes for parameter in parts.drafter._predictor._model.parameters())
+    assert needed.drafter == sum(parameter.nbytes for parameter in dspark._predictor._model.parameters())
     report = startup_to_json([start], needed)
     assert report["starts"][0]["total_s"] == start.total_s
     assert report["needed_bytes"]["total"] == needed.total

@@ -4,10 +4,11 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from outrider.batch import ForwardBatch, TargetOutput
-from outrider.bench.anatomy import DENSE, KDA, MLA, MODEL_PARTS, MOE, Stopwatch, anatomy_of, watched
+from outrider.bench.anatomy import DENSE, KDA, MLA, MODEL_PARTS, MOE, Stopwatch, anatomy_of, clocked, watched
 from outrider.bench.routing import counted_experts
 from outrider.bench.step_grid import StepPoint, step_grid
 from outrider.bench.step_rig import StepRig
@@ -17,6 +18,7 @@ from outrider.models.kimi_k3 import kda
 from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.kimi_k3.moe import MoeFfn
 from outrider.ops.moe import Routing, routed_experts
+from outrider.ops.native.library import library
 from outrider.plan import RoundTimings
 from outrider.testing.recording import recording
 from outrider.testing.toy import ToyOptions
@@ -152,6 +154,32 @@ def test_a_watched_step_has_the_same_bits_and_leaves_the_model_as_it_was(toy_tar
         assert any(name == part and not op.startswith(("linear", "other")) for name, op in calls), part
 
 
+def test_a_step_from_a_recording_tells_its_own_times(toy_target: KimiK3Model) -> None:
+    if library() is None:
+        pytest.skip("steps are recorded with native operations only")
+    seen = Seen()
+    rig = StepRig(recording(toy_target, seen), GRID, CPU)
+    point = StepPoint(rows=4, slots=2, context=16)
+    for _ in range(3):
+        rig.run(point)
+    assert toy_target.steps.num_replayed == 1
+    watch = Stopwatch(Ticks(), lambda: None)
+    with clocked(toy_target, watch):
+        step = rig.run(point)
+    assert torch.equal(seen.logits[-1], seen.logits[-4])
+    config, calls = toy_target.config, watch.calls
+    assert {part for part, _ in calls} == set(MODEL_PARTS)
+    assert (calls[KDA, "kda_rows"], calls[MLA, "mla_absorbed"]) == (len(config.kda_layers), len(config.mla_layers))
+    assert (calls[MOE, "moe_routed"], calls["model", "gather_rows"]) == (3, 2)
+    assert calls["residual mix", "mix_norm"] == 2 * config.num_layers + 1
+    assert calls["model", f"linear {toy_target.vocab_size}x{config.hidden_size}"] == 1
+    assert 0 < watch.seconds.total() < step.result.timings.forward_s
+    with clocked(toy_target, watch), toy_target.steps.paused():
+        watch.clear()
+        rig.run(point)
+    assert not watch.calls
+
+
 def test_own_times_add_up() -> None:
     watch = Stopwatch(Ticks(), lambda: None)
     # Looks at the clock: forward 1, layer 2, product 3 and 4, layer ends 5, forward ends 6.
@@ -170,4 +198,5 @@ def test_own_times_add_up() -> None:
     assert sum(part.ms for part in anatomy.parts) + anatomy.watching_ms == anatomy.step_ms
     assert anatomy.part_ms("layer") == 3000.0
     # 12 s less the verbs' 11.75 is the round's own; half a second of the forward was in no frame.
-    assert anatomy.part_ms("round") == 750.0
+    assert anatomy.part_ms("round") == 250.0
+    assert anatomy.part_ms("model") == 2500.0

@@ -43,11 +43,13 @@ def test_lists_are_comma_separated() -> None:
     )
     command = parse(
         *"bench ab m --drafter d --prompts f.jsonl --tiers a,b --concurrency 1,4 --num-prompts 2".split(),
-        *"--max-tokens 9 --arms plain,spec --repeats 3 --threads 2 --json OUT".split(),
+        *"--max-tokens 9 --arms plain,fixed7,auto --repeats 3 --threads 2 --json OUT --prompt-length 256,1k".split(),
+        *"--max-repeats 9 --time-budget 60 --drafter-fault garbage@5".split(),
     )
     assert command.kind == BenchAb(
         model="m", drafter="d", prompts="f.jsonl", tiers=("a", "b"), concurrency=(1, 4), num_prompts=2,
-        max_tokens=9, arms=("plain", "spec"), repeats=3, threads=2, json="OUT",
+        max_tokens=9, arms=("plain", "fixed7", "auto"), repeats=3, threads=2, json="OUT", prompt_length=("256", "1k"),
+        max_repeats=9, time_budget=60.0, drafter_fault="garbage@5",
     )  # fmt: skip
 
 

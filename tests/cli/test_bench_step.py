@@ -132,7 +132,8 @@ def test_startup_reports_every_start_but_the_first(
         assert (options["threads"], options["experts"], vocab_size) == (1, "packed", 97)
         return Start(
             interpreter_s=0.1, import_s=0.2, load_s=float(number), first_token_s=0.5,
-            imported={"total": 100}, running={"total": 350}, num_slots=8, num_cache_tokens=64, num_log_rows=8,
+            imported={"total": 100}, running={"total": 350}, derived_bytes=50,
+            num_slots=8, num_cache_tokens=64, num_log_rows=8,
         )  # fmt: skip
 
     monkeypatch.setattr(outrider.cli.bench_startup, "start_once", one)
@@ -144,4 +145,5 @@ def test_startup_reports_every_start_but_the_first(
     assert [start["load_s"] for start in row["starts"]] == [2.0, 3.0, 4.0]
     assert [start["to_first_token_s"] for start in row["starts"]] == [2.5, 3.5, 4.5]
     shown = capsys.readouterr().out
-    assert "3.50 s" in shown and "weights and caches" in shown
+    assert "3.50 s" in shown and "weights and caches" in shown and "packed copies" in shown
+    assert row["starts"][0]["derived_bytes"] == 50

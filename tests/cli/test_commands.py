@@ -1,5 +1,6 @@
 """Commands from the line to the output, on toy checkpoints without a tokenizer."""
 
+import dataclasses
 import json
 import logging
 import os
@@ -12,6 +13,7 @@ import torch
 
 import outrider.engine.runner
 from outrider.cli import main
+from outrider.cli.bench import Eta
 from outrider.plan import StepPlan, StepResult
 from outrider.testing.toy import ToyOptions, write_byte_tokenizer, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
@@ -142,8 +144,18 @@ def test_inspect_needs_nothing_but_the_config(pair, tmp_path: Path, capsys: pyte
         ("bench numerics {target} --context 100000", "max_model_len"),
         ("bench ab {target} --drafter {drafter} --prompts absent.jsonl", "absent.jsonl"),
         ("bench ab {target} --drafter {drafter} --prompts absent.jsonl --repeats 0", "repeats=0"),
-        ("bench ab {target} --drafter {drafter} --prompts absent.jsonl --speculation off", "without drafts"),
-        ("bench ab {target} --drafter {drafter} --prompts absent.jsonl --speculation 0", "without drafts"),
+        (
+            "bench ab {target} --drafter {drafter} --prompts absent.jsonl --arms spec --speculation off",
+            "without drafts",
+        ),
+        ("bench ab {target} --drafter {drafter} --prompts absent.jsonl --arms spec --speculation 0", "without drafts"),
+        ("bench ab {target} --drafter {drafter} --arms plain,fast", "arm 'fast' is unknown"),
+        ("bench ab {target} --drafter {drafter} --prompt-length 1x", "--prompt-length '1x'"),
+        ("bench ab {target} --drafter {drafter} --drafter-fault slow", "--drafter-fault 'slow'"),
+        ("bench ab {target} --drafter {drafter} --repeats 5 --max-repeats 4", "max_repeats=4"),
+        ("bench ab {target} --drafter {drafter} --time-budget -1", "time_budget=-1"),
+        ("bench ab {target} --drafter {drafter}", "no tokenizer"),
+        ("bench ab {target} --drafter {drafter} --concurrency 0", "concurrency=0"),
     ],
 )
 def test_what_a_user_can_cause_is_one_line_and_status_2(pair, line: str, words: str, capsys) -> None:
@@ -198,32 +210,121 @@ def test_a_failed_request_is_one_line_and_status_1(talking_pair, flags: list[str
     assert not logging.getLogger("outrider.engine.engine").filters
 
 
-def test_bench_clips_the_number_of_prompts_to_what_a_tier_has(talking_pair, tmp_path: Path, capsys, caplog) -> None:
-    target, drafter = talking_pair
-    prompts, out = tmp_path / "set.jsonl", tmp_path / "out.json"
+def write_prompts(path: Path) -> Path:
     rows = [("a", "s", "one"), ("a", "t", "two"), ("a", "s", "three"), ("b", "s", "four"), ("b", "s", "x" * 5000)]
-    prompts.write_text(
+    path.write_text(
         "\n".join(
             json.dumps({"question_id": text, "category": tier, "sub_category": sub, "turns": [text]})
             for tier, sub, text in rows
         )
     )
+    return path
+
+
+def test_bench_clips_the_number_of_prompts_to_what_a_tier_has(talking_pair, tmp_path: Path, capsys, caplog) -> None:
+    target, drafter = talking_pair
+    prompts, out = write_prompts(tmp_path / "set.jsonl"), tmp_path / "out.json"
     line = f"bench ab {target} --drafter {drafter} --prompts {prompts} --json {out} --max-tokens 6".split()
-    line += ["--concurrency", "1"]
+    line += ["--concurrency", "1", "--repeats", "2", "--max-repeats", "2", "--arms", "plain,fixed4"]
     assert main([*line, "--tiers", "a,b", "--num-prompts", "3"]) == 0
     written = json.loads(out.read_text())
     assert all(said.startswith("numerics exact, ") for said in written["numerics"].values())
     cells = written["cells"]
-    assert [(cell["tier"], cell["num_prompts"]) for cell in cells] == [("a", 3), ("b", 1)]
+    assert [(cell["tier"], cell["num_prompts"], cell["num_repeats"]) for cell in cells] == [("a", 3, 2), ("b", 1, 2)]
     assert [r.getMessage() for r in caplog.records if "fewer than" in r.getMessage()] == [
         "b: 1 usable prompts, fewer than the 3 asked for"
     ]
     capsys.readouterr()
     assert main([*line, "--tiers", "a,c", "--num-prompts", "3"]) == 2
     assert "tier 'c' has no usable prompts" in capsys.readouterr().err
-    # One token comes with the prompt and one more leaves no room for a draft: the arms were the same program.
-    assert main([*line, "--tiers", "a", "--num-prompts", "1", "--max-tokens", "2"]) == 1
-    assert "the spec arm verified no draft in c1 a" in caplog.text
+
+
+def test_bench_fails_when_an_arm_never_drafted(talking_pair, tmp_path: Path, caplog) -> None:
+    """One token comes with the prompt and one more leaves no room for a draft: the arms were the same program."""
+    target, drafter = talking_pair
+    line = f"bench ab {target} --drafter {drafter} --prompts {write_prompts(tmp_path / 'set.jsonl')}".split()
+    line += "--concurrency 1 --repeats 1 --max-repeats 1 --tiers a --num-prompts 1 --max-tokens 2".split()
+    assert main([*line, "--arms", "plain,fixed4"]) == 1
+    assert "arm fixed4 verified no draft in c1 a: nothing was compared" in caplog.text
+    assert main([*line, "--arms", "plain,auto"]) == 0, "auto may find that drafts do not pay"
+    assert "arm auto found no draft worth verifying in c1 a" in caplog.text
+    assert main([*line, "--arms", "plain,off"]) == 0
+
+
+def test_bench_fails_when_outputs_differ(talking_pair, tmp_path: Path, monkeypatch, caplog) -> None:
+    target, drafter = talking_pair
+    run_round = outrider.engine.runner.run_round
+
+    def wrong(parts, plan: StepPlan) -> StepResult:
+        result = run_round(parts, plan)
+        if parts.drafter.num_draft_tokens and plan.step_id % 5 == 4:
+            outputs = [(*ids[:-1], (ids[-1] + 1) % 256) if ids else ids for ids in result.output_token_ids]
+            result = dataclasses.replace(result, output_token_ids=tuple(outputs))
+        return result
+
+    monkeypatch.setattr(outrider.engine.runner, "run_round", wrong)
+    caplog.set_level(logging.INFO)
+    out = tmp_path / "out.json"
+    line = f"bench ab {target} --drafter {drafter} --prompts {write_prompts(tmp_path / 'set.jsonl')} --json {out}"
+    line += " --concurrency 1,2 --repeats 1 --max-repeats 1 --tiers a --max-tokens 12 --arms plain,fixed4"
+    assert main(line.split()) == 1
+    cells = json.loads(out.read_text())["cells"]
+    assert [cell["identical"] for cell in cells] == [False, False]
+    assert all(cell["differing"] for cell in cells)
+    assert "c1 a: outputs DIFFER between arms or repeats, which must not happen: " in caplog.text
+    caplog.clear()
+    assert main([*line.split(), "--numerics", "fast"]) == 0, "fast promises nothing"
+    assert "c1 a: outputs differ between arms or repeats, as fast numerics allows" in caplog.text
+
+
+def test_bench_runs_a_grid_of_lengths_with_a_faulty_drafter(talking_pair, tmp_path: Path, monkeypatch, capsys) -> None:
+    target, drafter = talking_pair
+    monkeypatch.chdir(tmp_path)
+    prompts, out = write_prompts(tmp_path / "set.jsonl"), tmp_path / "out.json"
+    line = f"bench ab {target} --drafter {drafter} --prompts {prompts} --json {out} --record --tiers a --num-prompts 2"
+    line += " --concurrency 1,2 --repeats 1 --max-repeats 1 --max-tokens 8 --arms plain,fixed4,auto,off"
+    line += " --prompt-length 200,300 --drafter-fault garbage"
+    assert main(line.split()) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [cell["cell"] for cell in summary["cells"]] == ["c1 a 200", "c2 a 200", "c1 a 300", "c2 a 300"]
+    written = json.loads(out.read_text())
+    assert [cell["prompt_length"] for cell in written["cells"]] == [200, 200, 300, 300]
+    for cell in written["cells"]:
+        assert cell["identical"]
+        assert {"fixed4", "auto", "off", "auto_over_fixed4", "auto_over_off"} <= cell.keys()
+        assert cell["arms"]["fixed4"]["num_drafted"] > 0 and cell["arms"]["off"]["num_drafted"] == 0
+        assert cell["arms"]["off"]["num_proposing_rounds"] == 0
+        assert cell["arms"]["fixed4"]["paused_share"] < 1
+    (row,) = (tmp_path / "benchmarks/ledger.jsonl").read_text().splitlines()
+    recorded = json.loads(row)
+    assert recorded["settings"]["prompts"] == "set.jsonl" and recorded["environment"]["num_threads"] == 1
+    assert "outputs" not in recorded["cells"][0] and recorded["cells"][0]["arms"]["plain"]["output_sha256"]
+    assert main([*line.split(), "--prompt-length", "100000"]) == 2
+    assert "prompts of 100000 tokens do not fit" in capsys.readouterr().err
+
+
+def test_the_rest_of_a_grid_is_estimated_from_the_cells_that_are_done() -> None:
+    said: list[str] = []
+    now = [0.0]
+    eta = Eta(4, said.append, clock=lambda: now[0])
+    eta("first")
+    now[0] = 100.0
+    eta.finish_cell()
+    eta("second")
+    now[0] = 130.0
+    eta("second")
+    now[0] = 900.0
+    eta("second")
+    for _ in range(2):
+        eta.finish_cell()
+    eta("last")
+    assert said == [
+        "cell 1 of 4: first",
+        "cell 2 of 4, about 5 min left: second",
+        "cell 2 of 4, about 4 min left: second",
+        "cell 2 of 4, about 3 min left: second",
+        "cell 4 of 4, about 5 min left: last",
+    ]
 
 
 def test_bench_numerics_measures_both_in_turns(pair, tmp_path: Path, capsys) -> None:

@@ -27,7 +27,7 @@ def engines() -> dict[str | int, LLM]:
         speculation: LLM(
             TARGET, DRAFTER, speculation=speculation, dtype="bfloat16", max_num_seqs=max(CONCURRENCY), max_model_len=512
         )
-        for speculation in ("off", 3, "auto")
+        for speculation in ("off", 3, 7, "auto")
     }
 
 
@@ -69,7 +69,7 @@ def test_the_outputs_are_worth_comparing(alone: Records) -> None:
 
 
 @pytest.mark.parametrize("concurrency", CONCURRENCY)
-@pytest.mark.parametrize("speculation", ["off", 3, "auto"])
+@pytest.mark.parametrize("speculation", ["off", 3, 7, "auto"])
 def test_every_stream_is_the_plain_one_run_alone(engines, asked, alone: Records, speculation, concurrency: int) -> None:
     order = [prompt for tier in TIERS for prompt in asked[tier]]
     random.Random(f"{speculation} {concurrency}").shuffle(order)
@@ -77,6 +77,8 @@ def test_every_stream_is_the_plain_one_run_alone(engines, asked, alone: Records,
     different = [name for name, one in records.items() if one.token_ids != alone[name].token_ids]
     assert not different
     drafted = sum(one.num_drafted for one in records.values())
+    if speculation == "auto":  # drafts where that pays, which depends on the machine
+        return
     assert (drafted > 0) == (speculation != "off")
     if speculation != "off":
         assert sum(records[prompt.question_id].num_accepted for prompt in asked["low_entropy"]) > 0

@@ -601,5 +601,7 @@ def test_timings_and_counters_add_up() -> None:
     assert metrics.num_rows == metrics.num_prompt_tokens + metrics.num_decode_spans + metrics.num_drafted
     assert sum(metrics.accepted_at.values()) == metrics.num_accepted
     assert sum(metrics.drafted_at.values()) == metrics.num_drafted
+    not_models = metrics.batch_s + metrics.accept_s + metrics.commit_s + metrics.host_s
+    assert metrics.host_ms == 1000 * not_models / metrics.num_rounds > 0
     assert metrics.accepted_length == pytest.approx(1 + metrics.num_accepted / metrics.num_decode_spans)
     assert min(metrics.forward_s, metrics.propose_s, metrics.commit_s, metrics.host_s) > 0

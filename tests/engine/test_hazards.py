@@ -12,7 +12,7 @@ import pytest
 from outrider.engine.build import EngineLimits
 from outrider.engine.llm import LLM, RequestOutput
 from outrider.errors import UserError
-from outrider.request import FinishReason, Request, RequestUsage, SamplingParams, samples_of
+from outrider.request import FinishReason, Request, RequestUsage, SamplingParams, Speculation, samples_of
 from outrider.testing.toy import ToyOptions, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
 
@@ -57,7 +57,7 @@ def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(f"{length} {seed}").choices(range(TOY.vocab_size), k=length)
 
 
-def greedy(max_tokens: int | None = 12, *, speculation: bool = True) -> SamplingParams:
+def greedy(max_tokens: int | None = 12, *, speculation: Speculation = "auto") -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, speculation=speculation)
 
 
@@ -122,7 +122,7 @@ def test_b12_a_slot_carries_nothing_to_its_next_request(paths: tuple[Path, Path]
 def test_b20_b66_spans_of_all_kinds_share_steps(spec: LLM, plain: LLM) -> None:
     """Full, clipped and no drafts beside prompt chunks, filling up to all seats and draining to one, twice."""
     asked = [prompt(length, seed) for seed, length in enumerate((50, 3, 17, 1, 40, 20, 2, 33))]
-    sampling = [greedy(1 + 3 * index, speculation=index % 3 != 1) for index in range(len(asked))]
+    sampling = [greedy(1 + 3 * index, speculation="auto" if index % 3 != 1 else "off") for index in range(len(asked))]
     expected = [plain.generate([one], how)[0].token_ids for one, how in zip(asked, sampling, strict=True)]
     for _ in range(2):
         outputs = spec.generate(asked, sampling)
@@ -185,7 +185,7 @@ def test_b72_one_request_switches_drafts_off_for_nobody_else(spec: LLM) -> None:
     """Neither several samples, nor a switch, nor log probabilities, nor sampling."""
     asked = [
         replace(greedy(), n=3, temperature=1.0),
-        greedy(speculation=False),
+        greedy(speculation="off"),
         replace(greedy(), logprobs=1),
         greedy(),
     ]

@@ -17,7 +17,8 @@ from outrider.engine.build import EngineLimits
 from outrider.engine.llm import LLM
 from outrider.engine.runner import Runner
 from outrider.errors import CapacityError, CheckpointError, TokenizerError
-from outrider.models.dspark.block import BlockPredictor, ContextCache
+from outrider.models.dspark.block import BlockPredictor
+from outrider.models.dspark.context import ContextCache
 from outrider.request import FinishReason, SamplingParams
 from outrider.testing.toy import ToyOptions, kimi_linear_toy, write_byte_tokenizer, write_toy_checkpoint
 from outrider.testing.toy_dspark import ToyDrafterOptions, write_toy_drafter
@@ -62,18 +63,42 @@ def test_b22_start_up_says_what_the_caches_take(
     assert isinstance(runner, Runner)
     held = runner.caches.num_bytes
     if drafts:
-        held += runner._parts.drafter._context.rows_2LRJK.nbytes  # type: ignore[attr-defined]
+        inner = runner._parts.drafter.inner  # type: ignore[attr-defined]
+        held += inner._context.rows_2LRJK.nbytes + inner._ring_BRW.nbytes  # type: ignore[attr-defined]
     assert report.total_bytes == held
     # Two KDA layers of 3 heads of 16 in float32, and 3 carried inputs of 3 x 48 channels; one MLA layer of 32 + 8.
     state, window, log_row = 2 * 3 * 16 * 16 * 4, 2 * 3 * 144 * 4, 2 * (3 * 48 * 4 + 144 * 4)
     latents, context = 40 * 4, 2 * 2 * 2 * 8 * 4
     assert report.request_bytes(10, speculation=False) == state + window + log_row + 10 * latents
     with_drafts = report.request_bytes(10, speculation=True)
-    assert with_drafts == state + window + (1 + drafts) * log_row + 10 * (latents + (context if drafts else 0))
+    waiting = 64 * 2 * 64 * 4 if drafts else 0  # two taps of 64 channels for each of 64 tokens
+    assert with_drafts == state + window + waiting + (1 + drafts) * log_row + 10 * (
+        latents + (context if drafts else 0)
+    )
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("caches ")]
     assert line == report.summary()
-    assert "3 seats of 6.144 kB KDA states and 3.456 kB conv windows, 192 tokens of 160 B of latents" in line
+    taps = ", 32.768 kB of waiting taps" if drafts else ""
+    assert f"3 seats of 6.144 kB KDA states and 3.456 kB conv windows{taps}, 192 tokens of 160 B of latents" in line
     assert (f"with {drafts} drafts" in line) == ("drafter context" in line) == (drafts > 0)
+
+
+@pytest.mark.parametrize("speculation", ["auto", "off"])
+def test_start_up_says_what_weights_take(
+    target: Path, drafter: Path, speculation: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "outrider")
+    llm = load(target, drafter, speculation)
+    runner, memory = llm.engine._runner, llm.memory
+    assert isinstance(runner, Runner) and isinstance(llm._target, torch.nn.Module)
+    assert memory.target_bytes == sum(parameter.nbytes for parameter in llm._target.parameters())
+    drafter_bytes = 0
+    if speculation == "auto":
+        model = runner._parts.drafter.inner._predictor._model  # type: ignore[attr-defined]
+        drafter_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    assert memory.drafter_bytes == drafter_bytes
+    assert memory.cache_bytes == llm.caches.total_bytes
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("memory: ")]
+    assert line == memory.summary() and ("of the drafter" in line) == (drafter_bytes > 0)
 
 
 def test_b88_no_memory_for_the_drafter_is_a_named_error(

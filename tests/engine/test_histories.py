@@ -27,7 +27,7 @@ from hypothesis.stateful import (
 
 from outrider.batch import ForwardBatch, SubmittedDrafts, TokenChoices, VerifyResult
 from outrider.cache import CacheSet, LatentCache, RecurrentCache, RecurrentSnapshot
-from outrider.engine import round as engine_round
+from outrider.engine import accept as engine_accept
 from outrider.engine.batching import PageTable
 from outrider.errors import EngineFault
 from outrider.models.dspark.checkpoint import TargetTables
@@ -36,7 +36,7 @@ from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.registry import load_target
 from outrider.ops import kda_step
 from outrider.plan import SharedPrompt
-from outrider.request import RequestUpdate, SamplingParams
+from outrider.request import RequestUpdate, SamplingParams, Speculation
 from outrider.scheduling import Scheduler, Sequence
 from outrider.scheduling.seats import Seats
 from outrider.scheduling.sharing import PromptSharing
@@ -163,15 +163,15 @@ class EngineHistory(RuleBasedStateMachine):
         )
         self.history, self.abort_rest = History(self.toy, limits, seed), abort_rest
         for prompt in asked:
-            self.submit(prompt, 11, None, True)
+            self.submit(prompt, 11, None, "auto")
 
     @rule(
         prompt=st.integers(0, len(PROMPT_LENGTHS) - 1),
         max_tokens=st.sampled_from([0, 1, 2, 3, 5, 8, 11, None]),
         stop_at=st.one_of(st.none(), st.integers(0, 9)),
-        speculation=st.sampled_from([True, True, False]),
+        speculation=st.sampled_from(["auto", "auto", "off"]),
     )
-    def submit(self, prompt: int, max_tokens: int | None, stop_at: int | None, speculation: bool) -> None:
+    def submit(self, prompt: int, max_tokens: int | None, stop_at: int | None, speculation: Speculation) -> None:
         prompt_ids = self.toy.prompts[prompt]
         output = self.toy.solo(prompt_ids).token_ids[len(prompt_ids) :]
         sampling = SamplingParams(
@@ -324,13 +324,13 @@ def commit_the_count_of_the_neighbour(patch: pytest.MonkeyPatch) -> None:
 
 def accept_one_draft_less(patch: pytest.MonkeyPatch) -> None:
     """The stream stays right; only the count tells."""
-    right = engine_round.verify
+    right = engine_accept.verify
 
     def wrong(logits: torch.Tensor, drafts: SubmittedDrafts, choices: TokenChoices | None) -> VerifyResult:
         result = right(logits, drafts, choices)
         return replace(result, num_accepted_S=(result.num_accepted_S - 1).clamp_min(0))
 
-    patch.setattr(engine_round, "verify", wrong)
+    patch.setattr(engine_accept, "verify", wrong)
 
 
 def forget_the_drafter_state_on_preemption(patch: pytest.MonkeyPatch) -> None:

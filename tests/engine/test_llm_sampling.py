@@ -70,14 +70,15 @@ def prompts() -> list[list[int]]:
 def test_sampled_output_does_not_depend_on_speculation(paths: dict[str, Path], dtype: str) -> None:
     """Tokens and log probabilities bit for bit: plain and alone, and with drafts in company."""
     plain = load(paths, None, dtype, seqs=1).generate(prompts(), ASKED)
-    for drafter, speculation, seqs in (("full", "auto", 8), ("reduced", 2, 3)):
+    for drafter, speculation, seqs in (("full", 3, 8), ("reduced", 2, 3), ("full", "auto", 5)):
         llm = load(paths, drafter, dtype, seqs, speculation=speculation)
         for ours, theirs in zip(llm.generate(prompts(), ASKED), plain, strict=True):
             assert ours.seed == theirs.seed == 3
             for sample, expected in zip(ours.samples, theirs.samples, strict=True):
                 assert sample.token_ids == expected.token_ids
                 assert sample.logprobs == expected.logprobs
-                assert sample.usage.num_drafted > 0 == expected.usage.num_drafted
+                assert speculation == "auto" or sample.usage.num_drafted > 0
+                assert expected.usage.num_drafted == 0
     assert plain[0].logprobs is not None and len(plain[0].logprobs) == 10
     assert all(len(entry.top) == 2 for entry in plain[0].logprobs)
     assert plain[2].logprobs is None
@@ -192,8 +193,9 @@ def test_coins_accept_drafts_of_a_real_drafter_and_repeat(paths: dict[str, Path]
     asked = [params(temperature=30.0, acceptance=acceptance, seed=seed) for seed in range(6)]
     prompt = prompts()[1]
     for drafter, least in (("full", 0.5), ("reduced", 0.08)):  # about 1 and 0.17 are expected
-        together = load(paths, drafter, seqs=6).generate([prompt] * 6, asked)
-        alone = load(paths, drafter, seqs=1).generate([prompt] * 6, asked)
+        # The tokens of a seed depend on how many drafts were judged, so their number is fixed here (3 suits both).
+        together = load(paths, drafter, seqs=6, speculation=3).generate([prompt] * 6, asked)
+        alone = load(paths, drafter, seqs=1, speculation=3).generate([prompt] * 6, asked)
         assert [one.token_ids for one in together] == [one.token_ids for one in alone]
         assert len({one.token_ids for one in together}) == 6
         accepted = sum(one.usage.num_accepted for one in together)

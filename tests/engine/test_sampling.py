@@ -19,6 +19,7 @@ from outrider.engine.engine import Engine
 from outrider.errors import RequestError
 from outrider.request import Request, SamplingParams, TokenLogprobs
 from outrider.speculative.drafter import Anchors, Drafter
+from outrider.speculative.lookup_drafter import LookupDrafter
 from outrider.testing.scripted import ScriptedDrafter, oracle, random_drafts, wrong_at
 from outrider.testing.statistics import chi_square_p_value, counts_of
 from outrider.testing.tables import TableDrafter, TableTarget
@@ -152,6 +153,8 @@ def test_plain_outputs_are_worth_comparing(plain: dict[str, Outcome]) -> None:
         ("wrong-at-2", 5, 8, 0),
         ("random", 2, 4, 30),
         ("random", 6, 7, 3),
+        ("lookup", 7, 1, 0),
+        ("lookup", 4, 6, 12),
     ],
 )
 def test_speculation_and_company_change_nothing(  # type: ignore[no-untyped-def]
@@ -174,6 +177,7 @@ def test_speculation_and_company_change_nothing(  # type: ignore[no-untyped-def]
         "oracle": lambda: ScriptedDrafter(num_drafts, script),
         "wrong-at-2": lambda: ScriptedDrafter(num_drafts, wrong_at(2, script, VOCAB)),
         "random": lambda: ScriptedDrafter(num_drafts, random_drafts(script, VOCAB, 0.8, seed=1)),
+        "lookup": lambda: LookupDrafter(TableDrafter(near(target), num_drafts)),
     }[kind]()
     random.Random(seqs).shuffle(asked)
     engine = engine_for(target, drafter, seqs=seqs)
@@ -322,12 +326,14 @@ def small_target() -> TableTarget:
     return TableTarget(3, seed=7, sharpness=1.2)
 
 
-def counts_from(drafter: Drafter | None, **sampling: object) -> tuple[torch.Tensor, Engine]:
-    """How often each continuation of NUM_OUTPUT tokens of the prompt (0, 1) comes up over many seeds."""
-    engine = engine_for(small_target(), drafter, seqs=200, max_len=8)
+def counts_from(
+    drafter: Drafter | None, *, prompt: tuple[int, ...] = (0, 1), **sampling: object
+) -> tuple[torch.Tensor, Engine]:
+    """How often each continuation of NUM_OUTPUT tokens of a prompt that ends in (0, 1) comes up over many seeds."""
+    engine = engine_for(small_target(), drafter, seqs=200, max_len=len(prompt) + 6)
     params = SamplingParams(temperature=1.0, max_tokens=NUM_OUTPUT, ignore_eos=True, **sampling)  # type: ignore[arg-type]
     asked = [
-        Request(request_id=str(i), prompt_token_ids=(0, 1), sampling=replace(params, seed=i))
+        Request(request_id=str(i), prompt_token_ids=prompt, sampling=replace(params, seed=i))
         for i in range(NUM_REQUESTS)
     ]
     done = drive(engine, asked)
@@ -377,13 +383,40 @@ def test_a_drafter_that_hands_over_something_else_is_caught(acceptance: str) -> 
     assert chi_square_p_value(counts, joint()) < IMPOSSIBLE
 
 
+@pytest.mark.parametrize("acceptance", ["match", "rejection", "block"])
+def test_drafts_read_from_the_text_leave_the_distribution(acceptance: str) -> None:
+    """The prompt has the end of the other tests' prompt twice, so first drafts are read; later ones by chance."""
+    drafter = LookupDrafter(TableDrafter(DRAFT_TABLE, 3))
+    counts, engine = counts_from(drafter, prompt=(0, 1, 2, 0, 1), acceptance=acceptance)
+    assert chi_square_p_value(counts, joint()) > LIKELY
+    assert engine.metrics.num_accepted > 500
+
+
 @pytest.mark.parametrize("acceptance", ["rejection", "block"])
-def test_coins_repeat_with_the_seed_in_any_company(target: TableTarget, acceptance: str) -> None:
+def test_read_drafts_that_pass_for_drawn_ones_are_caught(acceptance: str) -> None:
+    class Unmarked(LookupDrafter):
+        """Hands over what the inner drafter would have drawn from."""
+
+        def propose(self, anchors: Anchors) -> DraftBlock | None:
+            block, drawn = super().propose(anchors), self.inner.propose(anchors)
+            assert block is not None and drawn is not None
+            return replace(block, probs_SGV=drawn.probs_SGV)
+
+    drafter = Unmarked(TableDrafter(DRAFT_TABLE, 3))
+    counts, _ = counts_from(drafter, prompt=(0, 1, 2, 0, 1), acceptance=acceptance)
+    assert chi_square_p_value(counts, joint()) < IMPOSSIBLE
+
+
+@pytest.mark.parametrize("with_lookup", [False, True])
+@pytest.mark.parametrize("acceptance", ["rejection", "block"])
+def test_coins_repeat_with_the_seed_in_any_company(target: TableTarget, acceptance: str, with_lookup: bool) -> None:
     asked = [
         replace(request, sampling=replace(request.sampling, acceptance=acceptance))  # type: ignore[arg-type]
         for request in requests()
     ]
-    drafter = TableDrafter(near(target), 4)
+    drafter: Drafter = TableDrafter(near(target), 4)
+    if with_lookup:
+        drafter = LookupDrafter(drafter)
     alone = {}
     for request in asked[:17]:
         alone |= drive(engine_for(target, drafter, seqs=1), [request])

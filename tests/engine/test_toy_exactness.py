@@ -16,7 +16,7 @@ from outrider.models.kimi_k3.model import KimiK3Model
 from outrider.models.protocol import TargetCaches
 from outrider.models.registry import load_target
 from outrider.request import Request, SamplingParams
-from outrider.speculative.lengths import AllDrafts
+from outrider.speculative.lengths import AllDrafts, unforeseen
 from outrider.testing.scripted import Script, ScriptedDrafter, garbage, oracle, random_drafts, wrong_at
 from outrider.testing.toy import ToyOptions, deep_toy, write_toy_checkpoint
 
@@ -69,7 +69,7 @@ def engine_for(
     seqs: int,
     rows: int = 96,
     pages: int = 0,
-    adaptive: bool = False,
+    auto: bool = False,
 ) -> Engine:
     config = EngineConfig(
         cache=CacheConfig(page_size=PAGE, num_pages=pages or seqs * (MAX_LEN // PAGE)),
@@ -81,7 +81,7 @@ def engine_for(
             chunk_multiple=target.chunk_multiple,
         ),
         num_draft_tokens=drafter.num_draft_tokens if drafter else 0,
-        adaptive_lengths=adaptive,
+        auto_lengths=auto,
     )
     return build_engine(target, drafter, config, device=CPU)  # type: ignore[arg-type]
 
@@ -178,13 +178,13 @@ def test_speculation_gives_the_plain_stream(  # type: ignore[no-untyped-def]
 
 @pytest.mark.parametrize("seed", range(4))
 def test_lengths_that_follow_no_rule_give_the_plain_stream(target, asked, plain, right, seed: int, monkeypatch) -> None:  # type: ignore[no-untyped-def]
-    """Whatever an adaptive policy might choose, who proposes and how much is verified changes no token."""
+    """Whatever a policy might choose, who proposes and how much is verified changes no token."""
     dice = random.Random(seed)
 
-    def proposing(self, scheduled):  # type: ignore[no-untyped-def]
+    def proposing(self, scheduled, foresee=unforeseen, lapsed=frozenset()):  # type: ignore[no-untyped-def]
         return [i for i, item in enumerate(scheduled) if item.draft_budget > 0 and dice.random() < 0.6]
 
-    def choose(self, scheduled, proposing, num_proposed, confidence_SG):  # type: ignore[no-untyped-def]
+    def choose(self, scheduled, proposing, num_proposed, confidence_SG, read=frozenset()):  # type: ignore[no-untyped-def]
         chosen = set(proposing)
         return tuple(
             dice.randint(0, min(item.draft_budget, num_proposed)) if i in chosen else 0
@@ -200,8 +200,8 @@ def test_lengths_that_follow_no_rule_give_the_plain_stream(target, asked, plain,
     assert 0 < engine.metrics.num_accepted < engine.metrics.num_drafted
 
 
-def test_adaptive_lengths_give_the_plain_stream(target, asked, plain, right) -> None:  # type: ignore[no-untyped-def]
-    engine = engine_for(target, ScriptedDrafter(7, right), seqs=4, adaptive=True)
+def test_auto_lengths_give_the_plain_stream(target, asked, plain, right) -> None:  # type: ignore[no-untyped-def]
+    engine = engine_for(target, ScriptedDrafter(7, right), seqs=4, auto=True)
     assert drive(engine, list(asked), late=2) == plain
     assert engine.metrics.num_drafted > 0, "drafts that always stand were never tried"
 

@@ -187,6 +187,20 @@ def test_the_native_form_takes_the_weights_for_which_it_holds() -> None:
     assert all(len(check.geometries) == 4 for check in linear_checks("router", shapes, torch.float32, CPU))
 
 
+def test_weights_are_packed_in_the_order_of_use(tmp_path) -> None:
+    if library_for(torch.bfloat16, CPU) is None:
+        pytest.skip("no native operations on this machine")
+    model = load_target(write_toy_checkpoint(tmp_path / "toy", TOY), dtype=torch.bfloat16)
+    packed = model.linear._packed
+    pointers = {name: packed[id(weight)].pointer for name, weight in model.named_parameters() if id(weight) in packed}
+    names = sorted(pointers, key=pointers.__getitem__)
+    assert names[-1] == "lm_head" and names[0] == "layers.0.attention.in_proj"
+    layers = [int(name.split(".")[1]) for name in names[:-1]]
+    assert layers == sorted(layers) and set(layers) == set(range(model.num_layers))
+    assert not any("embedding" in name or "kv_b_proj" in name for name in names)
+    assert any("kv_b_proj" in name for name, _ in model.named_parameters())
+
+
 def test_a_replaced_geometry_reaches_every_weight_it_stands_for() -> None:
     shapes = [(5000, 8), (6000, 8), (24, 8)]
     geometries = {"linear 24x8": "up to 32 rows a call", "linear 4096x8": "exactly 1 rows a call"}

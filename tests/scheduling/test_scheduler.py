@@ -32,6 +32,7 @@ class CountingText:
         self.stop = tuple(stop)
         self.text = ""
         self.matched_stop: str | None = None
+        self.num_tokens_through_stop: int | None = None
         self.num_flushes = 0
 
     @property
@@ -39,12 +40,15 @@ class CountingText:
         return self.matched_stop is not None
 
     def push(self, token_ids: Iterable[int]) -> str:
+        assert not self.stopped
         new = ""
         for token_id in token_ids:
-            assert not self.stopped
             self.text += chr(97 + token_id)
             new += chr(97 + token_id)
             self.matched_stop = next((s for s in self.stop if self.text.endswith(s)), None)
+            if self.stopped:
+                self.num_tokens_through_stop = len(self.text)
+                break
         return new
 
     def flush(self) -> str:
@@ -198,7 +202,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         num_prompt=st.integers(1, 20),
         max_tokens=st.one_of(st.none(), st.integers(0, 20)),
         ignore_eos=st.booleans(),
-        speculation=st.booleans(),
+        speculation=st.sampled_from(["auto", "off", 0, 1]),
         stop_ids=st.lists(st.integers(1, VOCAB - 1), max_size=1),
         stop=st.lists(st.sampled_from(["b", "cd", "ed"]), max_size=2),
     )
@@ -210,7 +214,7 @@ class SchedulerHistory(RuleBasedStateMachine):
             sampling=SamplingParams(
                 max_tokens=max_tokens,
                 ignore_eos=ignore_eos,
-                speculation=speculation,
+                speculation=min(speculation, self.drafts) if isinstance(speculation, int) else speculation,
                 stop_token_ids=tuple(stop_ids),
                 stop=tuple(stop),
             ),
@@ -288,7 +292,7 @@ class SchedulerHistory(RuleBasedStateMachine):
         assert usage.num_output_tokens == len(emitted)
         assert usage.num_prompt_tokens == len(request.prompt_token_ids)
         assert usage.num_accepted <= usage.num_drafted <= self.drafts * usage.num_rounds
-        if not request.sampling.speculation:
+        if request.sampling.speculation in ("off", 0):
             assert usage.num_drafted == 0
         if update.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             assert emitted == expected[: len(emitted)]
@@ -409,7 +413,7 @@ def test_drafts_are_clipped_to_what_may_still_be_emitted() -> None:
 
 def test_a_request_may_switch_drafts_off() -> None:
     scheduler = make()
-    scheduler.add(ask("a", 3, speculation=False), None)
+    scheduler.add(ask("a", 3, speculation="off"), None)
     round_of(scheduler, ((2,), 0))
     assert clipped(scheduler) == 0
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+import outrider.engine.accept
 import outrider.engine.round
 import outrider.engine.runner
 from outrider.cache.cache_set import CacheSet
@@ -16,7 +17,7 @@ PLACES = (
     (RecurrentCache, "commit"),
     (PageTable, "assign"),
     (outrider.engine.round, "build_batch"),
-    (outrider.engine.round, "build_choices"),
+    (outrider.engine.accept, "build_choices"),
     (outrider.engine.runner, "copy_in"),
     (DSparkDrafter, "observe"),
 )

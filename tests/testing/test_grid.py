@@ -95,7 +95,7 @@ def test_other_cells_have_pages_for_everybody() -> None:
 def test_half_of_the_prompts_ask_for_no_drafts() -> None:
     (cell,) = [cell for cell in default_grid(7) if cell.speculating == "half"]
     assert [cell.speculates(index) for index in range(4)] == [True, False, True, False]
-    assert not cell.decoding.sampling(max_tokens=3, stop_token_ids=(), speculation=False).speculation
+    assert cell.decoding.sampling(max_tokens=3, stop_token_ids=(), speculation=False).speculation == "off"
     assert all(other.speculates(1) for other in default_grid(7) if other != cell)
     assert cell.label.endswith(", half without drafts")
 

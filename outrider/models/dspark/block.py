@@ -1,4 +1,4 @@
-"""DSpark inference: context rows into the drafter cache, and one batched block for all sequences.
+"""DSpark inference: one batched block for all sequences.
 
 Dense operations run once over all S * B block rows; only attention is ragged, and it is one call
 per layer for all sequences. Every operation is row-invariant, so a sequence's drafts do not depend
@@ -16,6 +16,7 @@ import torch
 from outrider.batch import DraftBlock, DraftSampling
 from outrider.errors import ConfigError, EngineFault
 from outrider.models.dspark.config import DSparkConfig
+from outrider.models.dspark.context import ContextCache, ContextProjection
 from outrider.models.dspark.drawing import DraftDraws
 from outrider.models.dspark.heads import Chain, ConfidenceHead, draft_chain, greedy_draft
 from outrider.models.dspark.joined import drafter_rotary_table, join_layer
@@ -26,12 +27,11 @@ from outrider.models.kernels import Kernels
 from outrider.models.layers import pin_attributes
 from outrider.models.numerics import UNPROBED, NumericsReport
 from outrider.ops.activation import Activation
-from outrider.ops.linear import embedding
 from outrider.ops.native.linear import pack_weights
 from outrider.ops.native.markov import ChainWeights, chain_weights
 from outrider.ops.paged import paged_keys
 
-__all__ = ["SILU", "BlockAnchors", "BlockPredictor", "ContextCache", "Prediction"]
+__all__ = ["SILU", "BlockAnchors", "BlockPredictor", "Prediction"]
 
 SILU = Activation(name="silu")
 
@@ -46,21 +46,6 @@ class BlockAnchors:
     page_size: int
     max_position: int  # host: largest of positions_S
     sampling: DraftSampling | None = None  # None = greedy drafts for all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ContextCache:
-    """Keys (normed and rotated) and values of context rows, at the target's flat cache rows."""
-
-    rows_2LRJK: torch.Tensor  # keys, values
-
-    def keys(self, layer_index: int) -> torch.Tensor:
-        """[R, J, K] of one layer."""
-        return self.rows_2LRJK[0, layer_index]
-
-    def values(self, layer_index: int) -> torch.Tensor:
-        """[R, J, K] of one layer."""
-        return self.rows_2LRJK[1, layer_index]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,9 +114,9 @@ class BlockPredictor:
             join_layer(layer, config, mask, self._table)
             for layer, mask in zip(model.draft_layers(), config.layer_masks, strict=True)
         ]
-        kv_begin = config.num_heads * config.head_dim
-        self._context_kv_OD = torch.cat([layer.qkv_OD[kv_begin:] for layer in self._layers])
-        self._context_gains_LK = torch.stack([layer.self_attn.k_norm.weight for layer in model.draft_layers()])
+        self.context = ContextProjection(
+            model, [layer.qkv_OD for layer in self._layers], self._table, kernels=kernels, block_kernels=block_kernels
+        )
         self._target_ids_V = (
             None if model.d2t is None else torch.arange(config.draft_vocab_size, device=self._device) + model.d2t
         )
@@ -144,7 +129,7 @@ class BlockPredictor:
 
     def _multiplied(self) -> Iterator[torch.Tensor]:
         """Every matrix that rows are multiplied with; the joined ones stand for the projections in them."""
-        yield self._context_kv_OD
+        yield self.context.kv_OD
         for layer in self._layers:
             yield from (layer.qkv_OD, layer.output_DO, layer.gate_up_ID, layer.down_DI)
         for name, weight in self._model.named_parameters():
@@ -153,21 +138,7 @@ class BlockPredictor:
 
     def allocate_context(self, num_cache_rows: int) -> ContextCache:
         """Cache with as many rows as the target's paged cache."""
-        config = self.config
-        shape = (2, config.num_layers, num_cache_rows, config.num_kv_heads, config.head_dim)
-        return ContextCache(rows_2LRJK=torch.zeros(shape, dtype=self._dtype, device=self._device))
-
-    def context_features(self, aux_hidden_TAD: torch.Tensor) -> torch.Tensor:
-        """Project tap rows [T, A, D_target] to context features [T, D]: hidden_norm(fc(taps))."""
-        model, eps = self._model, self.config.rms_norm_eps
-        if model.fc_norm is not None:
-            normed = [
-                self._norm(aux_TD, weight_D, eps)
-                for aux_TD, weight_D in zip(aux_hidden_TAD.unbind(1), model.fc_norm.parameters(), strict=True)
-            ]
-            aux_hidden_TAD = torch.stack(normed, dim=1)
-        projected_TD = self._linear(aux_hidden_TAD.flatten(1), model.fc.weight)
-        return self._norm(projected_TD, model.hidden_norm.weight, eps)
+        return self.context.allocate(num_cache_rows)
 
     def store_context(
         self,
@@ -187,20 +158,8 @@ class BlockPredictor:
             cache_rows_T: int64, flat cache row of each, all different.
             max_position: host, largest of positions_T.
         """
-        config = self.config
-        self._check_position(max_position)
-        num_rows = aux_hidden_TAD.shape[0]
-        kv_TO = self._linear(self.context_features(aux_hidden_TAD), self._context_kv_OD)
-        kv_TL2JK = kv_TO.view(num_rows, config.num_layers, 2, config.num_kv_heads, config.head_dim)
-        self._block_kernels.store(
-            kv_TL2JK,
-            self._context_gains_LK,
-            config.rms_norm_eps,
-            self._table,
-            positions_T,
-            cache_rows_T,
-            cache.rows_2LRJK,
-        )
+        self.check_position(max_position)
+        self.context.store(cache, aux_hidden_TAD, positions_T, cache_rows_T)
 
     def predict(self, cache: ContextCache, anchors: BlockAnchors, *, keep_logits: bool = False) -> Prediction:
         """Propose drafts for every anchor in one pass; nothing is copied to the host.
@@ -213,7 +172,7 @@ class BlockPredictor:
             anchors: where the blocks start.
             keep_logits: hand over the logits that the drafts were chosen from.
         """
-        self._check_position(anchors.max_position)
+        self.check_position(anchors.max_position)
         kept_SGD = self._block_hidden(cache, anchors)
         rows_ND = kept_SGD.flatten(0, 1)
         lm_head = self._model.lm_head
@@ -301,21 +260,33 @@ class BlockPredictor:
             _, normed_TD = kernels.mix_norm(hidden_TD[None], added_TD, None, next_norm_D, config.rms_norm_eps)
             if index < last:
                 qkv_TO = self._linear(normed_TD, self._layers[index + 1].qkv_OD)
-        first, normed_SBD = config.first_draft_row, normed_TD.view(num_sequences, config.num_block_rows, -1)
-        return normed_SBD[:, first : first + self.num_draft_tokens].contiguous()
+        return self._kept_rows(normed_TD.view(num_sequences, config.num_block_rows, -1))
+
+    def _kept_rows(self, normed_SBD: torch.Tensor) -> torch.Tensor:
+        num_sequences, num_rows, width = normed_SBD.shape
+        first, num_kept = self.config.first_draft_row, self.num_draft_tokens
+        if num_kept == num_rows:
+            return normed_SBD
+        kept_SGD = normed_SBD.new_empty(num_sequences, num_kept, width)
+        columns_SF = normed_SBD.view(num_sequences, -1)[:, first * width : (first + num_kept) * width]
+        self._kernels.rows.copy(columns_SF, kept_SGD.view(num_sequences, -1))
+        return kept_SGD
 
     def _block_start(self, anchor_ids_S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Embedded block rows ``[T, D]``, to be written on, and their projections in the first layer ``[T, O]``.
 
         All rows but the anchors' hold the mask, whose projections are known since loading.
         """
-        num_sequences = anchor_ids_S.shape[0]
-        anchors_SD = embedding(anchor_ids_S, self._embedding_VD)
-        hidden_SBD = self._mask_hidden_D.expand(num_sequences, self.config.num_block_rows, -1).clone()
-        hidden_SBD[:, 0] = anchors_SD
-        qkv_SBO = self._mask_qkv_O.expand(num_sequences, self.config.num_block_rows, -1).clone()
-        qkv_SBO[:, 0] = self._first_qkv(anchors_SD)
-        return hidden_SBD.flatten(0, 1), qkv_SBO.flatten(0, 1)
+        rows, num_sequences, num_rows = self._kernels.rows, anchor_ids_S.shape[0], self.config.num_block_rows
+        embedding_VD, mask_O = self._embedding_VD, self._mask_qkv_O
+        hidden_TD = embedding_VD.new_empty(num_sequences * num_rows, embedding_VD.shape[1])
+        anchors_SD = hidden_TD.view(num_sequences, num_rows, -1)[:, 0]
+        rows.copy(self._mask_hidden_D.expand(hidden_TD.shape[0], -1), hidden_TD)
+        rows.gather(embedding_VD, anchor_ids_S, anchors_SD)
+        qkv_TO = embedding_VD.new_empty(hidden_TD.shape[0], mask_O.shape[0])
+        rows.copy(mask_O.expand(hidden_TD.shape[0], -1), qkv_TO)
+        rows.copy(self._first_qkv(anchors_SD), qkv_TO.view(num_sequences, num_rows, -1)[:, 0])
+        return hidden_TD, qkv_TO
 
     def _first_qkv(self, embedded_SD: torch.Tensor) -> torch.Tensor:
         """Projections of embedded rows in the first layer."""
@@ -328,7 +299,12 @@ class BlockPredictor:
             features = torch.cat((features, torch.stack(chain.previous_GSr, dim=1)), dim=-1)
         return head.probability(features, self._linear)
 
-    def _check_position(self, position: int) -> None:
+    def check_position(self, position: int) -> None:
+        """Refuse a position that the rotary table does not hold.
+
+        Raises:
+            EngineFault: it is not below ``max_context``.
+        """
         limit = self._table.cos_PF.shape[0] - self.config.num_block_rows
         if position >= limit:
             raise EngineFault(f"drafter position {position} is not below max_context={limit}")

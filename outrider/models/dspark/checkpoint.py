@@ -4,6 +4,7 @@ Every tensor of the file is used, verified and dropped, or refused by name; ever
 reduced vocabulary may be left out of the file: it is then the target's rows that ``d2t`` chooses, gathered here.
 """
 
+import hashlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from outrider.errors import CheckpointError, allocating
 from outrider.models.dspark.config import DSparkConfig
 from outrider.models.dspark.config_json import read_config
 from outrider.models.dspark.model import DSparkModel
+from outrider.models.layers import allocate, shapes_only
 from outrider.models.weights import (
     Assignment,
     CheckpointReader,
@@ -23,7 +25,7 @@ from outrider.models.weights import (
     fill_parameters,
 )
 
-__all__ = ["TargetTables", "check_headers", "load_model", "normalise_name", "stores_head"]
+__all__ = ["TargetTables", "check_headers", "confidence_digest", "load_model", "normalise_name", "stores_head"]
 
 _PREFIXES = ("model.", "draft_model.", "logit_head.")
 _RENAMED = {"context_proj": "fc", "context_norm": "hidden_norm", "final_norm": "norm"}
@@ -53,7 +55,7 @@ def load_model(path: Path, tables: TargetTables, *, dtype: torch.dtype, device: 
         ConfigError, UnsupportedError: see ``config_json.parse_config``.
     """
     config = read_config(path)
-    with torch.device("meta"), allocating("a drafter of the sizes in its config"):
+    with shapes_only(), allocating("a drafter of the sizes in its config"):
         model = DSparkModel(config).to(dtype)
     with CheckpointReader(path) as reader:
         names = _canonical_names(reader)
@@ -61,7 +63,8 @@ def load_model(path: Path, tables: TargetTables, *, dtype: torch.dtype, device: 
         skipped = tuple(names[name] for name in dropped)
         assignments = _assignments(model, {name: raw for name, raw in names.items() if name not in dropped})
         check_names(reader, assignments, skipped)  # before memory is taken for a config that does not fit the files
-        model = model.to_empty(device=device).eval()
+        allocate(model, device)
+        model.eval()
         fill_parameters(reader, _stored_parameters(model, names), assignments, skipped_prefixes=skipped)
         if model.d2t is not None:
             _check_vocabulary_map(model.d2t.cpu(), config, reader, names)
@@ -77,6 +80,21 @@ def stores_head(names: Collection[str]) -> bool:
         names: tensor names, canonical or as in the file.
     """
     return "lm_head.weight" in {normalise_name(name) for name in names}
+
+
+def confidence_digest(path: Path) -> str:
+    """SHA-256 of the confidence head's weights as they are stored; "" for a drafter without the head.
+
+    Raises:
+        CheckpointError: the weights cannot be read.
+    """
+    with CheckpointReader(path) as reader:
+        names = _canonical_names(reader)
+        heads = sorted(name for name in names if name.startswith("confidence_head."))
+        digest = hashlib.sha256()
+        for name in heads:
+            digest.update(reader.load(names[name]).contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest() if heads else ""
 
 
 def check_headers(reader: CheckpointReader, model: DSparkModel) -> None:

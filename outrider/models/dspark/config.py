@@ -142,6 +142,7 @@ class DSparkConfig:
     markov_rank: int  # 0 without a Markov head
     confidence: ConfidenceConfig | None
     layer_masks: tuple[DraftLayerMask, ...]
+    max_context: int | None = None  # positions that it was trained for; None where the family does not record it
 
     def __post_init__(self) -> None:
         _check_geometry(self)

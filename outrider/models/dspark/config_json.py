@@ -31,6 +31,7 @@ __all__ = ["parse_config", "read_config"]
 _NESTED_KEYS = ("dspark_config", "dflash_config")
 _MISSING = object()
 _MAX_LAYERS = 1_000
+_MAX_YARN_FACTOR = 1e6  # far above any model, and products with positions stay numbers
 
 
 def read_config(path: Path) -> DSparkConfig:
@@ -77,7 +78,7 @@ def parse_config(config: Mapping[str, Any]) -> DSparkConfig:
             f"1 of each and at most {_MAX_LAYERS} layers"
         )
     markov_rank = keys.integer("markov_rank", 0)
-    convention = _tap_convention(keys, speculators)
+    convention, rope = _tap_convention(keys, speculators), _rope(body)
     return DSparkConfig(
         num_layers=num_layers,
         hidden_size=hidden_size,
@@ -86,7 +87,7 @@ def parse_config(config: Mapping[str, Any]) -> DSparkConfig:
         head_dim=body.integer("head_dim", hidden_size // num_heads),
         intermediate_size=body.integer("intermediate_size"),
         rms_norm_eps=body.positive("rms_norm_eps"),
-        rope=_rope(body),
+        rope=rope,
         vocab_size=vocab_size,
         draft_vocab_size=keys.integer("draft_vocab_size", vocab_size),
         num_block_rows=keys.integer("block_size"),
@@ -102,6 +103,7 @@ def parse_config(config: Mapping[str, Any]) -> DSparkConfig:
         markov_rank=markov_rank,
         confidence=_confidence(keys),
         layer_masks=_layer_masks(keys, body, speculators),
+        max_context=_max_context(body, rope),
     )
 
 
@@ -320,14 +322,21 @@ def _rope(body: _Keys) -> RopeConfig:
     return RopeConfig(theta=theta, yarn=_yarn(rope, body))
 
 
+def _max_context(body: _Keys, rope: RopeConfig) -> int | None:
+    """Positions that the drafter was made for: as stated, or as far as YaRN stretches the original ones."""
+    stated = body.integer("max_position_embeddings", 0)
+    stretched = round(rope.yarn.factor * rope.yarn.original_max_position) if rope.yarn else 0
+    return max(stated, stretched) or None
+
+
 def _yarn(rope: _Keys, body: _Keys) -> YarnConfig:
     longest = body.integer("max_position_embeddings", 0)
     original = rope.integer("original_max_position_embeddings", longest)
     if original < 1:
         raise ConfigError("yarn needs original_max_position_embeddings or max_position_embeddings")
     factor = rope.number("factor", longest / original)
-    if factor < 1.0:
-        raise ConfigError(f"yarn factor={factor} must be at least 1")
+    if not 1.0 <= factor <= _MAX_YARN_FACTOR:
+        raise ConfigError(f"yarn factor={factor:g} is outside 1..{_MAX_YARN_FACTOR:g}")
     if not rope.boolean("truncate", True):
         raise UnsupportedError("yarn truncate=false is not offered")
     mscale, mscale_all_dim = rope.number("mscale", 0.0), rope.number("mscale_all_dim", 0.0)

@@ -18,7 +18,9 @@ from outrider.ops.block_attention import (
 from outrider.ops.native.drafter import NativeDrafter
 from outrider.ops.native.library import library_for
 from outrider.ops.native.markov import NativeMarkov
+from outrider.ops.native.waiting import native_waiting
 from outrider.ops.paged import PagedKeys
+from outrider.ops.waiting import PLAIN_WAITING, WaitingForm
 
 __all__ = ["TORCH_BLOCK_KERNELS", "BlockKernels", "choose_block_kernels"]
 
@@ -29,6 +31,7 @@ class BlockKernels:
 
     attend: AttendBlockFunction = attend_block
     store: StoreContextFunction = store_context_rows
+    waiting: WaitingForm = PLAIN_WAITING  # copies: the same bits in every form
     markov: NativeMarkov | None = None  # greedy drafts under a vanilla head in one call; None: draft by draft
 
 
@@ -57,6 +60,7 @@ def choose_block_kernels(
     masks = frozenset(mask for mask, name in names.attention.items() if holds(name))
     return BlockKernels(
         attend=_attend_natively(drafter, masks, everywhere=len(masks) == len(names.attention)),
+        waiting=native_waiting(native),
         store=drafter.store_context_rows if holds(names.context_rows) else store_context_rows,
         markov=NativeMarkov(native) if names.chain is not None and holds(names.chain) else None,
     )

@@ -15,6 +15,7 @@ from torch import nn
 from outrider.models.dspark.config import DSparkConfig, MarkovKind
 from outrider.models.dspark.heads import MarkovHead, draft_chain
 from outrider.models.dspark.joined import block_mask
+from outrider.models.layers import shapes_only
 from outrider.ops.block_attention import BlockMask
 from outrider.ops.invariant import island_dtype, sigmoid, tanh
 from outrider.ops.linear import linear_in_tiles, tile_candidates
@@ -160,7 +161,7 @@ def _chain_check(config: DSparkConfig, native: Library) -> OpCheck:
 def _markov_head(w1_Vr: torch.Tensor, w2_Ur: torch.Tensor, *, hidden_size: int) -> MarkovHead:
     """A vanilla head of these weights, made without drawing others first."""
     (vocab, rank), draft_vocab = w1_Vr.shape, w2_Ur.shape[0]
-    with torch.device("meta"):
+    with shapes_only():
         head = MarkovHead(vocab_size=vocab, draft_vocab_size=draft_vocab, rank=rank, hidden_size=hidden_size)
     head.markov_w1.weight = nn.Parameter(w1_Vr, requires_grad=False)
     head.markov_w2.weight = nn.Parameter(w2_Ur, requires_grad=False)

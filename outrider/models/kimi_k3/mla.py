@@ -4,14 +4,17 @@ Dims: T rows, D model width, H heads, N nope width, R rope width (never rotated)
 C cached row width = latent rank + R.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import nn
 
 from outrider.models.kimi_k3.config import MlaConfig
 from outrider.models.layers import Build
 from outrider.models.protocol import TargetCaches
-from outrider.models.step import StepIndex, scatter_groups
-from outrider.ops.attention import AbsorbedWeights, mla_expanded
+from outrider.models.step import GroupIndex, StepIndex, scatter_groups
+from outrider.ops.attention import AbsorbedWeights
 
 __all__ = ["MlaAttention"]
 
@@ -63,20 +66,17 @@ class MlaAttention(nn.Module):
     def _attend(
         self, query_THK: torch.Tensor, gate_THW: torch.Tensor | None, rows_RC: torch.Tensor, index: StepIndex
     ) -> torch.Tensor:
-        """Prompt rows in the expanded form, step rows in the absorbed form, both gated; ``[T, H, W]``."""
+        """Prompt rows in the form the kernels have for them, step rows absorbed, both gated; ``[T, H, W]``."""
         assert self.absorbed is not None, "call prepare() after filling the weights"
+        absorbed, expanded = partial(self.kernels.absorbed, weights=self.absorbed), self.kernels.expanded
+        prompt = absorbed if expanded is None else partial(expanded, kv_b_weight_OC=self.kv_b_proj)
         widths = [self.config.nope_head_dim, self.config.rope_head_dim]
-        chunk_out = step_out = None
-        if index.chunk is not None:
-            q_nope_THN, q_rope_THR = index.chunk.take(query_THK).split_with_sizes(widths, -1)
-            gate = None if gate_THW is None else index.chunk.take(gate_THW)
-            chunk_out = mla_expanded(
-                q_nope_THN, q_rope_THR, self.kv_b_proj, rows_RC, index.chunk.spans, scale=self.scale, gate_THW=gate
-            )
-        if index.step is not None:
-            q_nope_THN, q_rope_THR = index.step.take(query_THK).split_with_sizes(widths, -1)
-            gate = None if gate_THW is None else index.step.take(gate_THW)
-            step_out = self.kernels.absorbed(
-                q_nope_THN, q_rope_THR, self.absorbed, rows_RC, index.step.spans, scale=self.scale, gate_THW=gate
-            )
-        return scatter_groups(index, chunk_out, step_out)
+
+        def of(group: GroupIndex | None, form: Callable[..., torch.Tensor]) -> torch.Tensor | None:
+            if group is None:
+                return None
+            q_nope_THN, q_rope_THR = group.take(query_THK).split_with_sizes(widths, -1)
+            gate = None if gate_THW is None else group.take(gate_THW)
+            return form(q_nope_THN, q_rope_THR, rows_RC=rows_RC, spans=group.spans, scale=self.scale, gate_THW=gate)
+
+        return scatter_groups(index, of(index.chunk, prompt), of(index.step, absorbed))

@@ -3,6 +3,8 @@
 Dims: T flat tokens, N rows that need logits, V vocabulary, D model width, A tapped layers.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -104,14 +106,21 @@ class KimiK3Model(nn.Module):
 
     def prepare(self) -> None:
         """Derive what the weights imply; the loader calls it after filling them."""
-        # The embedding is indexed, not multiplied with; what is no matrix or no bfloat16 is left alone.
-        pack_weights(self.linear, (weight for weight in self.parameters() if weight is not self.embedding))
+        pack_weights(self.linear, self._multiplied())
         for layer in self._layers:
             layer.attention.prepare()
             if isinstance(layer.ffn, MoeFfn):
                 layer.ffn.prepare()
         pin_attributes(self)
         self.steps.forget()
+
+    def _multiplied(self) -> Iterator[torch.Tensor]:
+        """Every matrix that rows are multiplied with, in the order of use, and parameters that are none."""
+        for layer in self._layers:
+            # Prompts multiply latents, not rows, with kv_b_proj; decode and verify rows its absorbed halves.
+            latents = layer.attention.kv_b_proj if isinstance(layer.attention, MlaAttention) else None
+            yield from (weight for weight in layer.parameters() if weight is not latents)
+        yield self.lm_head
 
     def set_aux_layers(self, layer_ids: tuple[int, ...], stream: AuxStream) -> None:
         """Tap "after layer t" for each 0-based t, in the given order; -1 is the embedding.
@@ -142,29 +151,31 @@ class KimiK3Model(nn.Module):
         """Logits ``[N, V]`` of normalised rows, compute dtype."""
         return self.linear(hidden_ND, self.lm_head)
 
-    @torch.no_grad()
     def forward(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
         """Run one flat batch (sections 2 and 4), from a recording where there is one.
 
         Chunk rows commit their recurrent state; step rows only log. The host waits for an accelerator in
         the expert loop (rows of each expert) and in prompt chunks (chunk indices from host lists).
         """
-        return self.steps.run(self.run_eagerly, batch, caches)
+        logits_NV, *taps = self.steps.run(batch.place, caches, lambda: self.run_eagerly(batch, caches))
+        return TargetOutput(logits_NV=logits_NV, aux_hidden_TAD=taps[0] if taps else None)
 
-    def run_eagerly(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
-        """The forward, operation by operation; what it computes for a batch with a place can be recorded."""
+    @torch.no_grad()
+    def run_eagerly(self, batch: ForwardBatch, caches: TargetCaches) -> tuple[torch.Tensor, ...]:
+        """Logits, and taps if there are any, operation by operation."""
         kernels = self.kernels
         stream = ResidualStream(
             batch.token_ids_T, self.embedding, self.config.num_snapshots, kernels.mix_norm, kernels.rows
         )
-        taps_TAD = self._tap_buffer(batch.num_tokens)
+        taps_TAD = self._tap_buffer(batch)
         if batch.num_tokens:
             index = StepIndex.of(batch)
             for i, layer in enumerate(self._layers):
                 entry_TD, normed_TD = stream.read_normed(layer.attention_mix, layer.attention_norm, layer.eps)
                 self._capture(i - 1, entry_TD, stream, taps_TAD)
                 layer(normed_TD, stream, index, caches)
-        return TargetOutput(logits_NV=self._logits(stream, batch, taps_TAD), aux_hidden_TAD=taps_TAD)
+        logits_NV = self._logits(stream, batch, taps_TAD)
+        return (logits_NV,) if taps_TAD is None else (logits_NV, taps_TAD)
 
     def _logits(self, stream: ResidualStream, batch: ForwardBatch, taps_TAD: torch.Tensor | None) -> torch.Tensor:
         """Logits of the rows that need them; takes the last tap, which is what the head reads, on the way."""
@@ -182,10 +193,10 @@ class KimiK3Model(nn.Module):
         self.kernels.rows.gather(normed_TD, rows_N, normed_ND)
         return self.head(normed_ND)
 
-    def _tap_buffer(self, num_tokens: int) -> torch.Tensor | None:
-        if not self.aux_layer_ids:
+    def _tap_buffer(self, batch: ForwardBatch) -> torch.Tensor | None:
+        if not self.aux_layer_ids or not batch.wants_taps:
             return None
-        return self.embedding.new_empty(num_tokens, len(self.aux_layer_ids), self.hidden_size)
+        return self.embedding.new_empty(batch.num_tokens, len(self.aux_layer_ids), self.hidden_size)
 
     def _capture(
         self, layer_id: int, mixture_TD: torch.Tensor, stream: ResidualStream, taps_TAD: torch.Tensor | None

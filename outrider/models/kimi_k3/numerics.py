@@ -23,6 +23,7 @@ from outrider.ops.activation import Activation
 from outrider.ops.attention import mla_absorbed
 from outrider.ops.invariant import ROW_TILE, island_dtype
 from outrider.ops.moe import routed_experts_loop
+from outrider.ops.native.arena import Arena
 from outrider.ops.native.library import Library, library_for
 from outrider.ops.native.mla import NativeMla, absorb_into_panels
 from outrider.ops.native.moe import RoutedExperts
@@ -32,6 +33,7 @@ from outrider.ops.probe_mixers import (
     absorbed_check,
     absorbed_name,
     expanded_check,
+    expanded_name,
     query_tile_named,
 )
 from outrider.ops.probe_ops import (
@@ -91,7 +93,7 @@ def _checks(config: KimiK3Config, shapes: Shapes, dtype: torch.dtype, device: to
         sizes = _mla_sizes(config)
         checks += [
             absorbed_check(sizes, dtype, device, library_for(dtype, device)),
-            expanded_check(sizes, dtype, device),
+            expanded_check(sizes, dtype, device, library_for(dtype, device)),
         ]
         if config.mla.output_gate:
             checks.append(sigmoid_gate_check(sizes.num_heads * sizes.value_dim, dtype, device))
@@ -117,7 +119,7 @@ def _kernels(
     if config.moe is not None:
         chosen = _with_moe_kernels(chosen, config, config.moe, dtype, device, geometries)
     if config.mla_layers:
-        chosen = _with_absorbed(chosen, geometries[absorbed_name(_mla_sizes(config))], library_for(dtype, device))
+        chosen = _with_attention(chosen, _mla_sizes(config), geometries, library_for(dtype, device))
     if config.kda_layers:
         chosen = replace(chosen, kda=chosen_kda(config, dtype, device, geometries))
     return with_native_rows(
@@ -141,7 +143,7 @@ def _with_moe_kernels(
 ) -> Kernels:
     if (native := library_for(dtype, device)) is not None:
         holds = geometries[_routed_sizes(config, moe).name] == native.geometry
-        return replace(chosen, routed=partial(RoutedExperts, native)) if holds else chosen
+        return replace(chosen, routed=partial(RoutedExperts, native, arena=Arena())) if holds else chosen
     router_shape = (moe.num_experts, config.hidden_size)
     chosen = replace(chosen, router=chosen_linear(ROUTER, [router_shape], island_dtype(dtype), device, geometries))
     geometry = geometries[experts_name(moe.latent_size or config.hidden_size, moe.intermediate_size)]
@@ -159,11 +161,20 @@ def _routed_sizes(config: KimiK3Config, moe: MoeConfig) -> RoutedSizes:
     )
 
 
-def _with_absorbed(kernels: Kernels, geometry: str, native: Library | None) -> Kernels:
-    """Attention of decode and verify rows as its check found it."""
+def _with_attention(
+    kernels: Kernels, sizes: MlaSizes, geometries: Mapping[str, str], native: Library | None
+) -> Kernels:
+    """Attention as its checks found it."""
+    geometry = geometries[absorbed_name(sizes)]
     if native is not None and geometry == native.geometry:
         mla = NativeMla(native)
-        return replace(kernels, absorbed=mla.absorbed, absorb=absorb_into_panels, append_latents=mla.append_latents)
+        kernels = replace(
+            kernels,
+            absorbed=mla.absorbed,
+            absorb=partial(absorb_into_panels, arena=Arena()),
+            append_latents=mla.append_latents,
+        )
+        return replace(kernels, expanded=None) if geometries[expanded_name(sizes)] == native.geometry else kernels
     row_tile = query_tile_named(geometry)
     return kernels if row_tile == ROW_TILE else replace(kernels, absorbed=partial(mla_absorbed, row_tile=row_tile))
 

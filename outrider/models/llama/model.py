@@ -178,14 +178,17 @@ class LlamaModel(nn.Module):
 
         Nothing is recurrent, so chunk and step rows differ only in who reads their logits.
         """
-        return self.steps.run(self.run_eagerly, batch, caches)
+        logits_NV, *taps = self.steps.run(batch.place, caches, lambda: self.run_eagerly(batch, caches))
+        return TargetOutput(logits_NV=logits_NV, aux_hidden_TAD=taps[0] if taps else None)
 
-    def run_eagerly(self, batch: ForwardBatch, caches: TargetCaches) -> TargetOutput:
-        """The forward, operation by operation; what it computes for a batch with a place can be recorded."""
+    @torch.no_grad()
+    def run_eagerly(self, batch: ForwardBatch, caches: TargetCaches) -> tuple[torch.Tensor, ...]:
+        """Logits, and taps if there are any, operation by operation."""
         num_rows, rows_N = batch.num_tokens, batch.logits_rows_N
-        taps_TAD = self._tap_buffer(num_rows)
+        taps_TAD = self._tap_buffer(batch)
         if num_rows == 0:
-            return TargetOutput(logits_NV=self.embedding.new_empty(0, self.vocab_size), aux_hidden_TAD=taps_TAD)
+            none_NV = self.embedding.new_empty(0, self.vocab_size)
+            return (none_NV,) if taps_TAD is None else (none_NV, taps_TAD)
         stream_1TD = self.embedding.new_empty(1, num_rows, self.hidden_size)
         self.kernels.rows.gather(self.embedding, batch.token_ids_T, stream_1TD[0])
         index = StepIndex.of(batch)
@@ -201,12 +204,13 @@ class LlamaModel(nn.Module):
         self._capture(self.num_layers - 1, stream_TD, taps_TAD)
         normed_ND = normed_TD.new_empty(rows_N.shape[0], self.hidden_size)
         self.kernels.rows.gather(normed_TD, rows_N, normed_ND)
-        return TargetOutput(logits_NV=self.head(normed_ND), aux_hidden_TAD=taps_TAD)
+        logits_NV = self.head(normed_ND)
+        return (logits_NV,) if taps_TAD is None else (logits_NV, taps_TAD)
 
-    def _tap_buffer(self, num_tokens: int) -> torch.Tensor | None:
-        if not self.aux_layer_ids:
+    def _tap_buffer(self, batch: ForwardBatch) -> torch.Tensor | None:
+        if not self.aux_layer_ids or not batch.wants_taps:
             return None
-        return self.embedding.new_empty(num_tokens, len(self.aux_layer_ids), self.hidden_size)
+        return self.embedding.new_empty(batch.num_tokens, len(self.aux_layer_ids), self.hidden_size)
 
     def _capture(self, layer_id: int, stream_TD: torch.Tensor, taps_TAD: torch.Tensor | None) -> None:
         """Copy the stream after ``layer_id``, if it is tapped."""

@@ -2,6 +2,7 @@
 
 Prompt rows take the same path as decode rows, one by one: in float32 a chunk form has hardly fewer operations
 (3 against 4 multiply-adds an element of the state and row), and where a prompt is cut does not matter.
+A head's state lies transposed in its seat, ``[K, W]``: the recurrence has its lanes over values.
 
 Dims: as in ``outrider.ops.kda_step``.
 """

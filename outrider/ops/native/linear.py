@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.ops.linear import LinearFunction
+from outrider.ops.native.arena import Arena
 from outrider.ops.native.library import INT, POINTER, Library
 
 __all__ = ["PackedLinear", "pack_weights"]
@@ -45,9 +46,13 @@ class PackedLinear:
         self._pack = native.function("linear_pack", [POINTER, INT, INT, INT, POINTER])
         self._run = native.function("linear", [POINTER, INT, INT, POINTER, INT, INT, POINTER, INT])
         self._packed: dict[int, _Packed] = {}
+        self._arena = Arena()
 
     def pack(self, weight_OI: torch.Tensor) -> None:
-        """Pack a weight, or pack it again after its values changed; other dtypes and shapes are left alone."""
+        """Pack a weight, or pack it again after its values changed; other dtypes and shapes are left alone.
+
+        Weights that are packed in the order of use lie in memory in that order, which reads fastest.
+        """
         if weight_OI.dtype != torch.bfloat16 or weight_OI.dim() != 2 or weight_OI.device.type != "cpu":
             return
         num_out, num_in = weight_OI.shape
@@ -56,11 +61,14 @@ class PackedLinear:
         rows_OI = weight_OI.detach()
         if rows_OI.stride(1) != 1:
             rows_OI = rows_OI.contiguous()
-        size = self._size(num_out, num_in)
-        assert size is not None
-        values = torch.empty(size, dtype=torch.bfloat16)
-        self._pack(rows_OI.data_ptr(), rows_OI.stride(0), num_out, num_in, values.data_ptr())
-        self._packed[id(weight_OI)] = _Packed(weight_OI, values, values.data_ptr(), num_out, num_in)
+        packed = self._packed.get(id(weight_OI))
+        if packed is None or (packed.num_out, packed.num_in) != (num_out, num_in):
+            size = self._size(num_out, num_in)
+            assert size is not None
+            values = self._arena.empty((size,), torch.bfloat16)
+            packed = _Packed(weight_OI, values, values.data_ptr(), num_out, num_in)
+            self._packed[id(weight_OI)] = packed
+        self._pack(rows_OI.data_ptr(), rows_OI.stride(0), num_out, num_in, packed.pointer)
 
     def __call__(self, x: torch.Tensor, weight_OI: torch.Tensor) -> torch.Tensor:
         """``x @ weight^T``: ``[..., I]`` to ``[..., O]``; see ``linear``."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from outrider.ops.attention import AbsorbedPanels, AbsorbedWeights, absorb_weights
+from outrider.ops.native.arena import Arena
 from outrider.ops.native.library import INT, POINTER, REAL, Library
 from outrider.ops.native.panels import pack_panels
 from outrider.ops.paged import PagedSpans
@@ -16,13 +17,14 @@ __all__ = ["NativeMla", "absorb_into_panels"]
 
 
 def absorb_into_panels(
-    kv_b_weight_OC: torch.Tensor, *, num_heads: int, nope_dim: int, value_dim: int
+    kv_b_weight_OC: torch.Tensor, *, num_heads: int, nope_dim: int, value_dim: int, arena: Arena | None = None
 ) -> AbsorbedWeights:
-    """As ``absorb_weights``, and the same halves packed for ``NativeMla.absorbed``."""
+    """As ``absorb_weights``, and the same halves packed for ``NativeMla.absorbed``, in ``arena`` if there is one."""
     weights = absorb_weights(kv_b_weight_OC, num_heads=num_heads, nope_dim=nope_dim, value_dim=value_dim)
-    panels = AbsorbedPanels(
-        uk=pack_panels(weights.w_uk_HNC.to(torch.bfloat16)), uv=pack_panels(weights.w_uv_HCW.to(torch.bfloat16))
-    )
+    uk, uv = (pack_panels(half.to(torch.bfloat16)) for half in (weights.w_uk_HNC, weights.w_uv_HCW))
+    if arena is not None:
+        uk, uv = (arena.empty(half.shape, half.dtype).copy_(half) for half in (uk, uv))
+    panels = AbsorbedPanels(uk=uk, uv=uv)
     return replace(weights, panels=panels)
 
 

@@ -9,19 +9,20 @@ O outputs, N blocks of 16 outputs, G groups of 32 inputs, B bytes.
 """
 
 import ctypes
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 
 from outrider.ops.activation import Activation
 from outrider.ops.experts import Experts, PackedExperts, Router, Routing, StackedExperts
+from outrider.ops.native.arena import CACHE_LINE, Arena
 from outrider.ops.native.library import INT, POINTER, Library
 
 __all__ = ["RoutedExperts"]
 
 BLOCK = 16  # outputs side by side
 GROUP = 32  # inputs that share a scale
+STRIP = 4  # blocks that lie together
 CHUNK_BYTES = 4  # of one output: the codes of 8 inputs
 SILU, SITU, SITU_UNBOUNDED_LINEAR = range(3)
 
@@ -32,10 +33,8 @@ class LayerArguments(ctypes.Structure):
     _fields_ = (
         ("gate", POINTER),
         ("correction_bias", POINTER),
-        ("gate_up", POINTER),
-        ("gate_up_scales", POINTER),
-        ("down", POINTER),
-        ("down_scales", POINTER),
+        ("experts", POINTER),
+        ("is_packed", INT),
         ("model_width", INT),
         ("num_experts", INT),
         ("top_k", INT),
@@ -59,25 +58,27 @@ class RoutedExperts:
         router: float32.
         experts: packed, or unpacked in bfloat16; on the CPU.
         activation: between the two products.
+        arena: where the copies lie; layers that share one lie side by side.
     """
 
-    def __init__(self, native: Library, router: Router, experts: Experts, activation: Activation) -> None:
+    def __init__(
+        self, native: Library, router: Router, experts: Experts, activation: Activation, arena: Arena | None = None
+    ) -> None:
         self._top_k = router.top_k
         self._num_experts, self._model_width = router.gate_weight_ED.shape
         self._width, self._inner = experts.width, experts.inner
-        self._gate = _gate_blocks(router.gate_weight_ED)
+        arena = Arena() if arena is None else arena
+        self._gate = _kept(arena, _gate_blocks(router.gate_weight_ED))
         self._correction_bias = router.correction_bias_E.detach().contiguous()
         assert self._gate.dtype == self._correction_bias.dtype == torch.float32, "the router works in float32"
-        self._weights = _packed_blocks(experts) if isinstance(experts, PackedExperts) else _unpacked_blocks(experts)
-        gate_up, gate_up_scales, down, down_scales = self._weights
+        is_packed = isinstance(experts, PackedExperts)
+        self._weights_EB = _stacked(arena, experts)
         kind = SILU if activation.name == "silu" else SITU_UNBOUNDED_LINEAR if activation.linear_beta is None else SITU
         self._layer = LayerArguments(
             gate=self._gate.data_ptr(),
             correction_bias=self._correction_bias.data_ptr(),
-            gate_up=gate_up.data_ptr(),
-            gate_up_scales=None if gate_up_scales is None else gate_up_scales.data_ptr(),
-            down=down.data_ptr(),
-            down_scales=None if down_scales is None else down_scales.data_ptr(),
+            experts=self._weights_EB.data_ptr(),
+            is_packed=is_packed,
             model_width=self._model_width,
             num_experts=self._num_experts,
             top_k=router.top_k,
@@ -99,7 +100,7 @@ class RoutedExperts:
     @property
     def num_bytes(self) -> int:
         """Memory of the weights in the layout of the kernel."""
-        return sum(tensor.nbytes for tensor in (self._gate, *self._weights) if tensor is not None)
+        return self._gate.nbytes + self._weights_EB.nbytes
 
     def __call__(self, x_TD: torch.Tensor, x_TL: torch.Tensor) -> torch.Tensor:
         """Expert outputs combined per row, ``[T, L]``.
@@ -162,32 +163,60 @@ def _gate_blocks(gate_ED: torch.Tensor) -> torch.Tensor:
     return rows.view(-1, BLOCK, rows.shape[1]).transpose(1, 2).contiguous()
 
 
-Blocks = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]
+def _kept(arena: Arena, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in the arena."""
+    return arena.empty(tensor.shape, tensor.dtype).copy_(tensor)
 
 
-def _packed_blocks(experts: PackedExperts) -> Blocks:
-    """Codes and scales of the first and of the second matrices."""
-    gate_up = _each_expert(lambda rows: _code_blocks(_alternating(rows)), experts.gate_up_packed_EJB)
-    gate_up_scales = _each_expert(lambda rows: _scale_blocks(_alternating(rows)), experts.gate_up_scale_EJG)
-    down = _each_expert(lambda rows: _code_blocks(_whole_blocks(rows)), experts.down_packed_ELB)
-    down_scales = _each_expert(lambda rows: _scale_blocks(_whole_blocks(rows)), experts.down_scale_ELG)
-    return gate_up, gate_up_scales, down, down_scales
+def _stacked(arena: Arena, experts: Experts) -> torch.Tensor:
+    """The bytes of every expert, ``[E, B]``; converted one at a time, so that no second copy of all is made."""
+    first_B = _expert_bytes(experts, 0)
+    stack_EB = arena.empty((experts.num_experts, first_B.shape[0]), torch.uint8)
+    for index in range(experts.num_experts):
+        stack_EB[index] = _expert_bytes(experts, index) if index else first_B
+    return stack_EB
 
 
-def _unpacked_blocks(experts: StackedExperts) -> Blocks:
-    gate_up_EJL, down_ELI = experts.gate_up_EJL, experts.down_ELI
-    assert gate_up_EJL.dtype == down_ELI.dtype == torch.bfloat16, "unpacked experts are bfloat16"
-    gate_up = _each_expert(lambda rows: _value_blocks(_alternating(rows)), gate_up_EJL)
-    return gate_up, None, _each_expert(lambda rows: _value_blocks(_whole_blocks(rows)), down_ELI), None
+def _expert_bytes(experts: Experts, index: int) -> torch.Tensor:
+    if isinstance(experts, PackedExperts):
+        return _packed_expert(experts, index)
+    return _unpacked_expert(experts, index)
 
 
-def _each_expert(convert: Callable[[torch.Tensor], torch.Tensor], weights_E: torch.Tensor) -> torch.Tensor:
-    """One expert at a time, so that no second copy of all experts is made on the way."""
-    first = convert(weights_E[0].detach())
-    result = first.new_empty((weights_E.shape[0], *first.shape))
-    for index in range(weights_E.shape[0]):
-        result[index] = convert(weights_E[index].detach())
-    return result
+def _packed_expert(experts: PackedExperts, index: int) -> torch.Tensor:
+    gate_up, gate_up_scale, down, down_scale = (
+        _alternating(experts.gate_up_packed_EJB[index]),
+        _alternating(experts.gate_up_scale_EJG[index]),
+        _whole_blocks(experts.down_packed_ELB[index]),
+        _whole_blocks(experts.down_scale_ELG[index]),
+    )
+    return torch.cat(
+        [
+            _strips(_code_blocks(gate_up), _scale_blocks(gate_up_scale)),
+            _strips(_code_blocks(down), _scale_blocks(down_scale)),
+        ]
+    )
+
+
+def _unpacked_expert(experts: StackedExperts, index: int) -> torch.Tensor:
+    assert experts.gate_up_EJL.dtype == experts.down_ELI.dtype == torch.bfloat16, "unpacked experts are bfloat16"
+    matrices = _alternating(experts.gate_up_EJL[index].detach()), _whole_blocks(experts.down_ELI[index].detach())
+    return torch.cat([_strips(_value_blocks(rows)) for rows in matrices])
+
+
+def _strips(*parts: torch.Tensor) -> torch.Tensor:
+    """Bytes of a matrix: of every 4 blocks (the last may have fewer) all ``[G, N, ...]`` of one part, then of the next.
+
+    Args:
+        parts: ``[N, G, ...]`` each.
+    """
+    runs = [
+        part[first : first + STRIP].transpose(0, 1).contiguous().view(torch.uint8).flatten()
+        for first in range(0, parts[0].shape[0], STRIP)
+        for part in parts
+    ]
+    bytes_B = torch.cat(runs)
+    return F.pad(bytes_B, (0, -bytes_B.shape[0] % CACHE_LINE))
 
 
 def _whole_blocks(rows_OB: torch.Tensor) -> torch.Tensor:
@@ -215,6 +244,7 @@ def _scale_blocks(scales_OG: torch.Tensor) -> torch.Tensor:
 
 
 def _value_blocks(rows_OI: torch.Tensor) -> torch.Tensor:
-    """``[O, I] -> [N, I / 2, 16, 2]``, inputs padded with zeros to whole groups."""
+    """``[O, I] -> [N, G, 16, 16, 2]``: pairs of inputs of every output, inputs padded with zeros to whole groups."""
     padded = F.pad(rows_OI, (0, -rows_OI.shape[1] % GROUP))
-    return padded.unflatten(1, (-1, 2)).unflatten(0, (-1, BLOCK)).transpose(1, 2).contiguous()
+    pairs = padded.unflatten(1, (-1, GROUP // 2, 2)).unflatten(0, (-1, BLOCK))  # [N, 16, G, 16, 2]
+    return pairs.permute(0, 2, 3, 1, 4).contiguous()

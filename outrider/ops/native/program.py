@@ -21,8 +21,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outrider.ops.native.arena import Arena, ArenaSession
 from outrider.ops.native.library import POINTER, REAL, Library, NativeFunction
+from outrider.ops.native.scratch import Scratch, ScratchSession
 
 __all__ = ["NotRecordableError", "Program", "RecordedCall", "record"]
 
@@ -66,7 +66,7 @@ class _ProgramRecord(ctypes.Structure):
 
 
 class Program:
-    """Recorded operations and where their results go. Not re-entrant, and it shares the memory of its arena.
+    """Recorded operations and where their results go. Not re-entrant, and it shares scratch memory with others.
 
     Args:
         library: whose operations they are.
@@ -111,7 +111,7 @@ class Program:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held, without those of the arena."""
+        """Bytes held, without those of the scratch memory."""
         return self._words.nbytes + self._ops.nbytes + self._patches.nbytes
 
     def run(self) -> tuple[torch.Tensor, ...]:
@@ -135,22 +135,22 @@ class Program:
 
 
 def record(
-    library: Library, arena: Arena, function: Callable[[], Sequence[torch.Tensor]]
+    library: Library, scratch: Scratch, function: Callable[[], Sequence[torch.Tensor]]
 ) -> tuple[Program, tuple[torch.Tensor, ...]]:
     """Run ``function`` and record it.
 
     Args:
         library: whose calls are recorded.
-        arena: where the tensors go that the function allocates.
+        scratch: where the tensors go that the function allocates.
         function: returns tensors that it allocated, each whole and contiguous.
 
     Returns:
-        The program, and what the function returned, copied out of the arena.
+        The program, and what the function returned, copied out of the scratch memory.
 
     Raises:
         NotRecordableError: the function computed with anything else, kept a tensor, or another thread records.
     """
-    recording = _Recording(arena)
+    recording = _Recording(scratch)
     if library.tape.recorder is not None:
         raise NotRecordableError("another thread records with this library")
     library.tape.recorder = recording
@@ -174,16 +174,21 @@ def record(
 
 
 class _Recording(TorchDispatchMode):
-    """Notes native calls; gives allocations from the arena; refuses what computes otherwise."""
+    """Notes native calls; gives allocations from scratch memory; refuses what computes otherwise."""
 
-    def __init__(self, arena: Arena) -> None:
+    def __init__(self, scratch: Scratch) -> None:
         super().__init__()
         self.calls: list[RecordedCall] = []
         self.functions: list[NativeFunction] = []
-        self.session = ArenaSession(arena)
+        self.session = ScratchSession(scratch)
         self.refusal: str | None = None
         self._thread = threading.get_ident()
         self._modules: list[int] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Asked by torch: a yes would import its compiler at the first recording, which takes a second."""
+        return False
 
     def note(self, function: NativeFunction, arguments: tuple[object, ...]) -> None:
         """See CallRecorder."""

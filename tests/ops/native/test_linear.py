@@ -117,6 +117,8 @@ def test_packing_again_follows_changed_values(native):
     weight, x = operands(33, 20, 3)
     product = packed(native, weight)
     weight.mul_(2)
+    pointer = product._packed[id(weight)].pointer
     product.pack(weight)
+    assert product._packed[id(weight)].pointer == pointer  # no second copy
     fresh = weight.clone()
     assert torch.equal(product(x, weight), packed(native, fresh)(x, fresh))

@@ -1,6 +1,7 @@
 """Native latent attention against the plain forms, and the independence of its rows."""
 
 import itertools
+from copy import copy
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from outrider.ops import attention, paged
 from outrider.ops.native.mla import NativeMla, absorb_into_panels
-from outrider.ops.probe_mixers import MlaSizes, absorbed_check
+from outrider.ops.probe_mixers import MlaSizes, absorbed_check, expanded_check
 from outrider.ops.spans import spans_from_lengths
 
 BF16 = torch.bfloat16
@@ -178,6 +179,29 @@ def test_a_span_cut_short_has_the_same_bits(mla, context):
         assert torch.equal(case.run(mla, [0], last=rows), whole[:rows])
 
 
+@pytest.mark.parametrize(("context", "length"), [(150, 150), (300, 170)])
+def test_prompt_rows_have_the_same_bits_wherever_the_prompt_is_cut(mla, context, length, threads):
+    case = Case(contexts=(context,), lengths=(length,))
+    whole = case.run(mla, [0])
+    for first in (0, 64, 128):
+        rest = copy(case)
+        last = min(first + 64, length)
+        rest.contexts, rest.lengths = (context - length + last,), (last - first,)
+        rest.joined = case.joined[first:last]
+        assert torch.equal(rest.run(mla, [0]), whole[first:last])
+
+
+def test_prompt_rows_are_those_of_the_expanded_form(mla):
+    case = Case(contexts=(300,), lengths=(170,))
+    q_nope, q_rope, spans, gate, _ = case.arguments([0])
+    expected = attention.mla_expanded(
+        q_nope.double(), q_rope.double(), case.kv_b.double(), case.cache.double(), spans,
+        scale=case.scale, gate_THW=gate.double(),
+    )  # fmt: skip
+    got = case.run(mla, [0])
+    assert float((got.double() - expected).abs().max() / expected.abs().max()) < 2.0**-6
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_a_broken_later_row_does_not_reach_earlier_rows(mla, poison):
     case = Case(contexts=(70,), lengths=(5,))
@@ -248,6 +272,13 @@ def test_the_probe_offers_the_native_form_first_and_finds_it_to_hold(native):
     assert check.geometries[0] == native.geometry
     assert check.find_violation(native.geometry) is None
     assert native.geometry not in probe_check(native, rope_dim=7).geometries  # pairs need even widths
+
+
+def test_the_probe_finds_the_native_form_to_hold_for_prompts(native):
+    sizes = MlaSizes(num_heads=4, nope_dim=16, rope_dim=8, value_dim=24, latent_dim=48)
+    check = expanded_check(sizes, BF16, torch.device("cpu"), native)
+    assert check.geometries[0] == native.geometry
+    assert all(check.find_violation(geometry) is None for geometry in check.geometries)
 
 
 @pytest.mark.parametrize("method", ["absorbed", "append_latents"])

@@ -103,6 +103,25 @@ def test_mix_equals_the_formula(native, width, num_candidates, num_rows):
             assert torch.equal(again, mixed) and torch.equal(normed_again, normed)
 
 
+@pytest.mark.parametrize("places", [(), (3,), (0, 16, 39), tuple(range(40))], ids=str)
+def test_rounding_keeps_denormals_nans_and_ties(native, places):
+    """Sums of two bfloat16 values, of which those in some places are denormal, rounded as torch does."""
+    prefix, added = rows(5, 40), rows(5, 40, seed=1)
+    added[0] = prefix[0] * 2.0**-8  # sums in the middle of two values
+    added[1, 5], prefix[2, 7], prefix[3, 8] = NAN, float("inf"), -0.0
+    added[3, 8] = -0.0
+    smallest = 2.0**-133
+    for place in places:
+        prefix[:, place] = smallest * 3
+        added[:, place] = -smallest * torch.arange(5)
+    planes, expected = prefix[None].clone(), prefix + added
+    NativeNorm(native).mix_norm(planes, added, None, rows(40), EPS)
+    assert torch.equal(planes[0].isnan(), expected.isnan())
+    bits = planes[0].nan_to_num(nan=0.0).view(torch.int16)
+    assert torch.equal(bits, expected.nan_to_num(nan=0.0).view(torch.int16))
+    assert not places or (planes[0] != 0).sum() > (planes[0].abs() >= torch.finfo(torch.bfloat16).tiny).sum()
+
+
 def test_mix_is_near_the_torch_form(native):
     candidates, added = rows(4, 9, 192), rows(9, 192, seed=1)
     weight, gamma = rows(192, seed=2).float() / 4, rows(192, seed=3)

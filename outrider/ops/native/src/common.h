@@ -40,6 +40,14 @@ inline bf16 to_bf16(float value) {
   return static_cast<bf16>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
+// Bytes of memory on their way to the second nearest cache, without waiting. Not _mm_prefetch: to the compiler that has
+// no effect, so it drops calls of a function that does nothing else.
+inline void prefetch(const void* data, std::int64_t bytes) {
+  for (std::int64_t i = 0; i < bytes; i += 64) {
+    asm volatile("prefetcht1 %0" : : "m"(*(static_cast<const char*>(data) + i)));
+  }
+}
+
 inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 inline std::int64_t min64(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 inline std::int64_t max64(std::int64_t a, std::int64_t b) { return a > b ? a : b; }

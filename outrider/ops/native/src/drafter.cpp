@@ -88,22 +88,8 @@ void attend_group(const Block& block, const Mask& mask, const Rotation& rotation
   const std::int64_t group = block.heads / block.kv_heads, width = block.width;
   const std::int64_t num_queries = block.rows * group, num_context = block.num_keys_S[sequence];
   const bf16* rows = block.qkv_TNK + sequence * block.rows * block.row_size();
-  attention.start(num_queries, width);
-  for (std::int64_t q = 0; q < num_queries; ++q) {
-    std::int64_t g = q / group, head = kv_head * group + q % group;
-    bf16* query = attention.query_row(q);
-    norm_row(rows + g * block.row_size() + head * width, block.gain_NK + head * width, block.eps, width, query);
-    rotation.apply(query, num_context + g);
-  }
-  attention.pack_queries();
   bf16* block_keys = key_buffer.at_least(block.rows * width);
   const std::int64_t key_head = block.heads + kv_head;
-  for (std::int64_t g = 0; g < block.rows; ++g) {
-    bf16* key = block_keys + g * width;
-    norm_row(rows + g * block.row_size() + key_head * width, block.gain_NK + key_head * width, block.eps, width, key);
-    rotation.apply(key, num_context + g);
-  }
-
   const std::int64_t num_keys = num_context + block.rows;
   auto tile_at = [&](std::int64_t first, Tile& tile) {
     const std::int64_t last = min64(first + KEYS, num_keys);
@@ -118,10 +104,25 @@ void attend_group(const Block& block, const Mask& mask, const Rotation& rotation
     }
     tile.count = static_cast<int>(max64(last - first, 0));
   };
-  visible.start(mask, num_context, block.rows, group);
   Tile tiles[2];
   std::int64_t first = mask.begin(num_context, 0) / KEYS * KEYS;
   tile_at(first, tiles[0]);
+  tiles[0].prefetch_keys(0, KEYS, width);  // while queries and the block's keys are made
+  attention.start(num_queries, width);
+  for (std::int64_t q = 0; q < num_queries; ++q) {
+    std::int64_t g = q / group, head = kv_head * group + q % group;
+    bf16* query = attention.query_row(q);
+    norm_row(rows + g * block.row_size() + head * width, block.gain_NK + head * width, block.eps, width, query);
+    rotation.apply(query, num_context + g);
+  }
+  attention.pack_queries();
+  for (std::int64_t g = 0; g < block.rows; ++g) {
+    bf16* key = block_keys + g * width;
+    norm_row(rows + g * block.row_size() + key_head * width, block.gain_NK + key_head * width, block.eps, width, key);
+    rotation.apply(key, num_context + g);
+  }
+
+  visible.start(mask, num_context, block.rows, group);
   for (int now = 0; first < num_keys; first += KEYS, now = 1 - now) {
     tile_at(first + KEYS, tiles[1 - now]);
     const bool limited = visible.limit(first, first + tiles[now].count);
@@ -159,7 +160,7 @@ OUTRIDER_API void outrider_attend_block(
 OUTRIDER_OP(attend_block)
 
 // Normed, rotated keys and plain values of context rows into the cache [2, layers, cache rows, kv heads, width].
-// kv: [rows, layers, 2, kv heads, width]; gain: [layers, width].
+// kv: [rows, layers, 2, kv heads, width]; gain: [layers, width]. Rows for cache row -1 go nowhere.
 OUTRIDER_API void outrider_store_context(const bf16* kv, const bf16* gain, const std::int64_t* position_T,
                                          const float* cosine, const float* sine, const std::int64_t* cache_row_T,
                                          std::int64_t rows, std::int64_t layers, std::int64_t kv_heads,
@@ -170,6 +171,7 @@ OUTRIDER_API void outrider_store_context(const bf16* kv, const bf16* gain, const
   parallel_ranges(static_cast<int>(num_threads), rows, 1, rows * layers * part * 8,
                   [&](std::int64_t begin, std::int64_t end) {
                     for (std::int64_t t = begin; t < end; ++t) {
+                      if (cache_row_T[t] < 0) continue;
                       for (std::int64_t l = 0; l < layers; ++l) {
                         const bf16* source = kv + (t * layers + l) * 2 * part;
                         bf16* keys = cache + (l * cache_rows + cache_row_T[t]) * part;

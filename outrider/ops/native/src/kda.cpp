@@ -7,8 +7,10 @@
 // product is added fused. A step keeps its states to itself and logs u, k, d; the commit repeats the line. A prompt
 // writes its last state to the seat and logs nothing.
 //
-// The recurrence has its lanes over values, so each sum over keys runs in one order, whatever the lanes: even keys,
-// odd keys, then both. Value rows are independent of each other, heads and sequences too; threads split those.
+// A seat holds the state as [key, value], transposed to that of the torch forms: lanes run over values, so each sum
+// over keys has one order, whatever the lanes: even keys, odd keys, then both. Heads and sequences are independent;
+// threads split those. The first row of a step reads the seat itself, later ones a copy that stays in the nearest cache.
+#include "pairs.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -20,9 +22,8 @@ namespace outrider {
 namespace {
 
 constexpr int W = Vec::W;
-constexpr int VECTORS = 2;  // of values that go through the keys together
+constexpr int VECTORS = W == 16 ? 4 : 2;  // of values that go through the keys together
 constexpr int BLOCK = VECTORS * W;
-constexpr int TILE = 8;  // of the transposition
 constexpr std::int64_t PIECE = 16;  // prompt rows between two visits of the seat; where a prompt is cut is not seen
 constexpr float L2_EPS = 1e-6f;
 
@@ -50,7 +51,7 @@ struct Rows {
 
 // Seats and log, of one layer for a step and of all layers for a commit; mirrored.
 struct Seats {
-  float* state_BHDD;
+  float* state_BHDD;  // [.., key, value]
   bf16* window_BXC;
   float* u_RHD;
   float* k_RHD;
@@ -99,7 +100,8 @@ inline Vec log1p_unit(Vec t) {
 // log(1 + exp(x)) without overflow
 inline Vec softplus(Vec x) { return max(x, zero()) + log1p_unit(exp(neg(abs(x)))); }
 
-inline Vec rounded(Vec a) { return widen(narrow(a)); }
+// Rounded to bfloat16; what is too small for a normal one becomes zero or stays, as the instruction set has it.
+inline Vec rounded_normal(Vec a) { return widen(narrow_normal(a)); }
 
 inline float sigmoid_of(float x) {
   float result;
@@ -119,47 +121,7 @@ inline void store_up_to(T* p, Vec a, int n) {
 
 inline int lanes_from(std::int64_t c, std::int64_t width) { return static_cast<int>(min64(W, width - c)); }
 
-inline __m256i tile_lanes(int n) {
-  return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
-}
-
-// Columns of 8 rows from 8 columns; rows from num_rows on and columns from num_columns on count as zero and are
-// not read. out[j] gets the first num_stored rows of column j for j < num_columns.
-inline void transpose_tile(const float* in, std::int64_t in_stride, int num_rows, int num_columns, float* out,
-                           std::int64_t out_stride, int num_stored) {
-  __m256 r[TILE];
-  __m256i columns = tile_lanes(num_columns), stored = tile_lanes(num_stored);
-  for (int i = 0; i < TILE; ++i) {
-    if (i >= num_rows) {
-      r[i] = _mm256_setzero_ps();
-    } else {
-      const float* row = in + i * in_stride;
-      r[i] = num_columns >= TILE ? _mm256_loadu_ps(row) : _mm256_maskload_ps(row, columns);
-    }
-  }
-  __m256 pairs[TILE], fours[TILE];
-  for (int i = 0; i < TILE; i += 2) {
-    pairs[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
-    pairs[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
-  }
-  for (int i = 0; i < TILE; i += 4) {
-    fours[i] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0x44);
-    fours[i + 1] = _mm256_shuffle_ps(pairs[i], pairs[i + 2], 0xee);
-    fours[i + 2] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0x44);
-    fours[i + 3] = _mm256_shuffle_ps(pairs[i + 1], pairs[i + 3], 0xee);
-  }
-  auto put = [&](int j, __m256 column) {
-    if (j >= num_columns) return;
-    num_stored >= TILE ? _mm256_storeu_ps(out + j * out_stride, column)
-                       : _mm256_maskstore_ps(out + j * out_stride, stored, column);
-  };
-  for (int j = 0; j < 4; ++j) {
-    put(j, _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x20));
-    put(j + 4, _mm256_permute2f128_ps(fours[j], fours[j + 4], 0x31));
-  }
-}
-
-// One head of one sequence. Arrays of rows are padded to whole vectors of keys or whole blocks of values.
+// One head of one sequence. Arrays of rows are padded to whole vectors.
 struct Head {
   const Layer& layer;
   const Rows& rows;
@@ -168,8 +130,8 @@ struct Head {
   std::int64_t slot = 0, head = 0, length = 0;
   bool is_prompt = false;
   std::int64_t begin = 0;  // row of the span that row 0 of the arrays is
-  std::int64_t channels, key_stride, value_stride;
-  float *turned = nullptr, *q = nullptr, *k = nullptr, *decay = nullptr, *decayed_k = nullptr, *decayed_q = nullptr;
+  std::int64_t channels, stride;
+  float *copy = nullptr, *q = nullptr, *k = nullptr, *decay = nullptr, *decayed_k = nullptr, *decayed_q = nullptr;
   float *v = nullptr, *u = nullptr, *o = nullptr, *beta = nullptr, *overlap = nullptr;
 
   Head(const Layer& of_layer, const Rows& of_rows, const Seats& of_seats)
@@ -177,28 +139,28 @@ struct Head {
         rows(of_rows),
         seats(of_seats),
         channels(3 * of_layer.num_heads * of_layer.width),
-        key_stride(ceil_div(of_layer.width, W) * W),
-        value_stride(ceil_div(of_layer.width, BLOCK) * BLOCK) {}
+        stride(ceil_div(of_layer.width, W) * W) {}
 
   static std::int64_t scratch_size(std::int64_t width, std::int64_t num_rows) {
-    std::int64_t keys = ceil_div(width, W) * W, values = ceil_div(width, BLOCK) * BLOCK;
-    return width * BLOCK + num_rows * (5 * keys + 3 * values + 2);
+    return width * BLOCK + num_rows * (8 * ceil_div(width, W) * W + 2);
   }
 
   void lay_out(float* memory, std::int64_t num_rows) {
-    turned = memory;
+    copy = memory;
     float* next = memory + layer.width * BLOCK;
-    for (float** keys : {&q, &k, &decay, &decayed_k, &decayed_q}) {
-      *keys = next;
-      next += num_rows * key_stride;
-    }
-    for (float** values : {&v, &u, &o}) {
-      *values = next;
-      next += num_rows * value_stride;
+    for (float** array : {&q, &k, &decay, &decayed_k, &decayed_q, &v, &u, &o}) {
+      *array = next;
+      next += num_rows * stride;
     }
     beta = next;
     overlap = next + num_rows;
   }
+
+  float* state() const {
+    return seats.state_BHDD + (slot * layer.num_heads + head) * layer.width * layer.width;
+  }
+
+  void fetch_state() const { prefetch(state(), 4 * layer.width * layer.width); }
 
   // Input i of the span, i >= -(taps - 1): before the span it is in the carried window.
   const bf16* input(std::int64_t i, std::int64_t channel) const {
@@ -207,19 +169,41 @@ struct Head {
     return seats.window_BXC + (slot * carried + carried + i) * channels + channel;
   }
 
-  // Convolution and SiLU of one stream (0 q, 1 k, 2 v), one rounding to bfloat16.
-  void convolve(std::int64_t stream, std::int64_t m, float* out) const {
-    std::int64_t base = (stream * layer.num_heads + head) * layer.width, last = layer.num_taps - 1;
-    std::int64_t oldest = begin + m - last;
-    for (std::int64_t c = 0; c < layer.width; c += W) {
-      int n = lanes_from(c, layer.width);
-      std::int64_t channel = base + c;
-      Vec sum = load_up_to(input(oldest, channel), n) * load_up_to(layer.taps_JC + channel, n);
-      for (std::int64_t j = 1; j <= last; ++j) {
-        Vec tap = load_up_to(layer.taps_JC + j * channels + channel, n);
-        sum = fma(load_up_to(input(oldest + j, channel), n), tap, sum);
+  // Convolution and SiLU of the three streams of the first num_rows rows, one rounding to bfloat16. TAPS 0: as many as
+  // the layer has; else an input is widened once and slides past the taps.
+  template <int TAPS>
+  void convolve(std::int64_t num_rows) const {
+    float* const outs[3] = {q, k, v};
+    for (std::int64_t stream = 0; stream < 3; ++stream) {
+      for (std::int64_t c = 0; c < layer.width; c += W) {
+        const int n = lanes_from(c, layer.width);
+        const std::int64_t channel = (stream * layer.num_heads + head) * layer.width + c;
+        auto tap = [&](std::int64_t j) { return load_up_to(layer.taps_JC + j * channels + channel, n); };
+        auto finish = [&](std::int64_t m, Vec sum) {
+          store(outs[stream] + m * stride + c, rounded_normal(sum * sigmoid(sum)));
+        };
+        if constexpr (TAPS > 0) {
+          Vec taps[TAPS], held[TAPS];
+          for (int j = 0; j < TAPS; ++j) taps[j] = tap(j);
+          for (int j = 1; j < TAPS; ++j) held[j] = load_up_to(input(begin - TAPS + j, channel), n);
+          for (std::int64_t m = 0; m < num_rows; ++m) {
+            for (int j = 1; j < TAPS; ++j) held[j - 1] = held[j];
+            held[TAPS - 1] = load_up_to(input(begin + m, channel), n);
+            Vec sum = held[0] * taps[0];
+            for (int j = 1; j < TAPS; ++j) sum = fma(held[j], taps[j], sum);
+            finish(m, sum);
+          }
+        } else {
+          const std::int64_t last = layer.num_taps - 1;
+          for (std::int64_t m = 0; m < num_rows; ++m) {
+            Vec sum = load_up_to(input(begin + m - last, channel), n) * tap(0);
+            for (std::int64_t j = 1; j <= last; ++j) {
+              sum = fma(load_up_to(input(begin + m - last + j, channel), n), tap(j), sum);
+            }
+            finish(m, sum);
+          }
+        }
       }
-      store(out + c, rounded(sum * sigmoid(sum)));
     }
   }
 
@@ -245,15 +229,10 @@ struct Head {
     }
   }
 
-  // All that does not depend on the state.
+  // All that does not depend on the state; after the convolution.
   void prepare_row(std::int64_t m) const {
     std::int64_t width = layer.width;
-    float *q_m = q + m * key_stride, *k_m = k + m * key_stride, *v_m = v + m * value_stride;
-    float* decay_m = decay + m * key_stride;
-    convolve(0, m, q_m);
-    convolve(1, m, k_m);
-    for (std::int64_t c = key_stride; c < value_stride; ++c) v_m[c] = 0.0f;
-    convolve(2, m, v_m);
+    float *q_m = q + m * stride, *k_m = k + m * stride, *decay_m = decay + m * stride;
     l2_normalise(q_m);
     l2_normalise(k_m);
     make_decay(m, decay_m);
@@ -261,8 +240,8 @@ struct Head {
     for (std::int64_t c = 0; c < width; c += W) {
       Vec key = load(k_m + c), query = load(q_m + c), factor = load(decay_m + c);
       sum = fma(key, query, sum);
-      store(decayed_k + m * key_stride + c, factor * key);
-      store(decayed_q + m * key_stride + c, factor * query);
+      store(decayed_k + m * stride + c, factor * key);
+      store(decayed_q + m * stride + c, factor * query);
     }
     overlap[m] = reduce_add(sum);
     beta[m] = sigmoid_of(to_float(rows.beta[row_M[begin + m] * rows.beta_stride + head]));
@@ -271,69 +250,41 @@ struct Head {
   void log_row(std::int64_t m) const {
     std::int64_t width = layer.width, log = (row_M[m] * layer.num_heads + head) * width;
     std::size_t bytes = sizeof(float) * static_cast<std::size_t>(width);
-    std::memcpy(seats.u_RHD + log, u + m * value_stride, bytes);
-    std::memcpy(seats.k_RHD + log, k + m * key_stride, bytes);
-    std::memcpy(seats.decay_RHD + log, decay + m * key_stride, bytes);
+    std::memcpy(seats.u_RHD + log, u + m * stride, bytes);
+    std::memcpy(seats.k_RHD + log, k + m * stride, bytes);
+    std::memcpy(seats.decay_RHD + log, decay + m * stride, bytes);
     for (std::int64_t stream = 0; stream < 3; ++stream) {
       std::int64_t channel = (stream * layer.num_heads + head) * width;
       std::memcpy(seats.inputs_RC + row_M[m] * channels + channel, input(m, channel), bytes / 2);
     }
   }
 
-  // Values first..first + BLOCK of the state, keys by rows.
-  void turn(std::int64_t first) const {
-    std::int64_t width = layer.width;
-    const float* state = seats.state_BHDD + ((slot * layer.num_heads + head) * width + first) * width;
-    for (std::int64_t value = 0; value < BLOCK; value += TILE) {
-      int num_rows = static_cast<int>(max64(0, min64(TILE, width - first - value)));
-      for (std::int64_t key = 0; key < width; key += TILE) {
-        int num_columns = static_cast<int>(min64(TILE, width - key));
-        transpose_tile(
-            state + value * width + key, width, num_rows, num_columns, turned + key * BLOCK + value, BLOCK, TILE);
-      }
+  // u and o of row m for NUM vectors of values, of which n lanes of the last one live. IS_LATER: first advance the
+  // state by the row before; IS_KEPT: and store it to `to`.
+  template <bool IS_LATER, bool IS_KEPT, int NUM>
+  void advance(std::int64_t m, std::int64_t first, int n, const float* from, std::int64_t from_stride,
+               float* to) const {
+    const float *k_m = decayed_k + m * stride, *q_m = decayed_q + m * stride;
+    const float *k_before = k + (m - 1) * stride, *decay_before = decay + (m - 1) * stride;
+    Vec u_before[NUM], read_k[2][NUM], read_q[2][NUM];
+    OUTRIDER_UNROLL
+    for (int i = 0; i < NUM; ++i) {
+      if (IS_LATER) u_before[i] = load(u + (m - 1) * stride + first + i * W);
+      read_k[0][i] = read_k[1][i] = read_q[0][i] = read_q[1][i] = zero();
     }
-  }
-
-  // Advance the state by the last of num_rows rows and put it back.
-  void turn_back(std::int64_t first, std::int64_t num_rows, const Vec (&u_block)[VECTORS]) const {
-    std::int64_t width = layer.width;
-    const float *k_last = k + (num_rows - 1) * key_stride, *decay_last = decay + (num_rows - 1) * key_stride;
-    for (std::int64_t key = 0; key < width; ++key) {
-      for (int i = 0; i < VECTORS; ++i) {
-        float* place = turned + key * BLOCK + i * W;
-        store(place, fma(u_block[i], splat(k_last[key]), load(place) * splat(decay_last[key])));
-      }
-    }
-    float* state = seats.state_BHDD + ((slot * layer.num_heads + head) * width + first) * width;
-    for (std::int64_t value = 0; value < min64(BLOCK, width - first); value += TILE) {
-      int num_values = static_cast<int>(min64(TILE, width - first - value));
-      for (std::int64_t key = 0; key < width; key += TILE) {
-        int num_keys = static_cast<int>(min64(TILE, width - key));
-        transpose_tile(turned + key * BLOCK + value, BLOCK, num_keys, num_values, state + value * width + key, width,
-                       num_keys);
-      }
-    }
-  }
-
-  // u and o of one row for a block of values. IS_LATER: first advance the state by the row before.
-  template <bool IS_LATER, bool IS_KEPT>
-  void advance(std::int64_t m, const float* k_before, const float* decay_before, Vec (&u_block)[VECTORS],
-               std::int64_t first) const {
-    const float *k_m = decayed_k + m * key_stride, *q_m = decayed_q + m * key_stride;
-    Vec read_k[2][VECTORS], read_q[2][VECTORS];
-    for (int parity = 0; parity < 2; ++parity) {
-      for (int i = 0; i < VECTORS; ++i) read_k[parity][i] = read_q[parity][i] = zero();
-    }
-    auto one_key = [&](std::int64_t key, Vec(&sum_k)[VECTORS], Vec(&sum_q)[VECTORS]) {
-      for (int i = 0; i < VECTORS; ++i) {
-        float* place = turned + key * BLOCK + i * W;
-        Vec state = load(place);
+    auto one_key = [&](std::int64_t key, Vec(&sum_k)[NUM], Vec(&sum_q)[NUM]) {
+      // In registers before anything is stored: the compiler cannot know that `to` is none of these arrays.
+      const Vec by_k = splat(k_m[key]), by_q = splat(q_m[key]);
+      const Vec add = IS_LATER ? splat(k_before[key]) : zero(), keep = IS_LATER ? splat(decay_before[key]) : zero();
+      OUTRIDER_UNROLL
+      for (int i = 0; i < NUM; ++i) {
+        Vec state = load_up_to(from + key * from_stride + i * W, i + 1 < NUM ? W : n);
         if (IS_LATER) {
-          state = fma(u_block[i], splat(k_before[key]), state * splat(decay_before[key]));
-          if (IS_KEPT) store(place, state);
+          state = fma(u_before[i], add, state * keep);
+          if (IS_KEPT) store(to + key * NUM * W + i * W, state);
         }
-        sum_k[i] = fma(state, splat(k_m[key]), sum_k[i]);
-        sum_q[i] = fma(state, splat(q_m[key]), sum_q[i]);
+        sum_k[i] = fma(state, by_k, sum_k[i]);
+        sum_q[i] = fma(state, by_q, sum_q[i]);
       }
     };
     std::int64_t key = 0;
@@ -342,38 +293,55 @@ struct Head {
       one_key(key + 1, read_k[1], read_q[1]);
     }
     if (key < layer.width) one_key(key, read_k[0], read_q[0]);
-    for (int i = 0; i < VECTORS; ++i) {
-      std::int64_t at = m * value_stride + first + i * W;
-      u_block[i] = splat(beta[m]) * (load(v + at) - (read_k[0][i] + read_k[1][i]));
-      store(u + at, u_block[i]);
-      store(o + at, fma(splat(overlap[m]), u_block[i], read_q[0][i] + read_q[1][i]));
+    OUTRIDER_UNROLL
+    for (int i = 0; i < NUM; ++i) {
+      std::int64_t at = m * stride + first + i * W;
+      Vec u_m = splat(beta[m]) * (load(v + at) - (read_k[0][i] + read_k[1][i]));
+      store(u + at, u_m);
+      store(o + at, fma(splat(overlap[m]), u_m, read_q[0][i] + read_q[1][i]));
     }
   }
 
-  void recur(std::int64_t first, std::int64_t num_rows) const {
-    turn(first);
-    Vec u_block[VECTORS];
-    for (int i = 0; i < VECTORS; ++i) u_block[i] = zero();
-    advance<false, false>(0, nullptr, nullptr, u_block, first);
-    for (std::int64_t m = 1; m < num_rows; ++m) {
-      const float *k_before = k + (m - 1) * key_stride, *decay_before = decay + (m - 1) * key_stride;
-      if (is_prompt || m + 1 < num_rows) {
-        advance<true, true>(m, k_before, decay_before, u_block, first);
-      } else {
-        advance<true, false>(m, k_before, decay_before, u_block, first);
+  // Advance the state by row m and put it into the seat.
+  template <int NUM>
+  void put_back(std::int64_t m, std::int64_t first, int n, const float* from, std::int64_t from_stride) const {
+    const float *k_m = k + m * stride, *decay_m = decay + m * stride, *u_m = u + m * stride + first;
+    for (std::int64_t key = 0; key < layer.width; ++key) {
+      OUTRIDER_UNROLL
+      for (int i = 0; i < NUM; ++i) {
+        const int lanes = i + 1 < NUM ? W : n;
+        Vec decayed = load_up_to(from + key * from_stride + i * W, lanes) * splat(decay_m[key]);
+        store_up_to(state() + key * layer.width + first + i * W, fma(load(u_m + i * W), splat(k_m[key]), decayed), lanes);
       }
     }
-    if (is_prompt) turn_back(first, num_rows, u_block);
+  }
+
+  // All rows for NUM vectors of values from first on.
+  template <int NUM>
+  void recur(std::int64_t first, int n, std::int64_t num_rows) const {
+    const float* from = state() + first;
+    std::int64_t from_stride = layer.width;
+    advance<false, false, NUM>(0, first, n, from, from_stride, nullptr);
+    for (std::int64_t m = 1; m < num_rows; ++m) {
+      if (is_prompt || m + 1 < num_rows) {
+        advance<true, true, NUM>(m, first, n, from, from_stride, copy);
+        from = copy;
+        from_stride = NUM * W;
+      } else {
+        advance<true, false, NUM>(m, first, n, from, from_stride, nullptr);
+      }
+    }
+    if (is_prompt) put_back<NUM>(num_rows - 1, first, n, from, from_stride);
   }
 
   // Round the output, norm and gate it.
   void finish_row(std::int64_t m, bf16* out) const {
     std::int64_t width = layer.width, row = row_M[begin + m], place = (row * layer.num_heads + head) * width;
     const bf16* gate = rows.gate + row * rows.gate_stride + head * width;
-    float* o_m = o + m * value_stride;
+    float* o_m = o + m * stride;
     Vec sum = zero(), scale = splat(layer.scale);
     for (std::int64_t c = 0; c < width; c += W) {
-      Vec part = rounded(load(o_m + c) * scale);
+      Vec part = rounded_normal(load(o_m + c) * scale);
       store(o_m + c, part);
       // Lanes behind the width hold values of a state that is not there: zero, so they add nothing.
       sum = fma(part, part, sum);
@@ -382,13 +350,17 @@ struct Head {
     for (std::int64_t c = 0; c < width; c += W) {
       int n = lanes_from(c, width);
       Vec normed = load(o_m + c) * inverse * load_up_to(layer.o_norm_D + c, n);
-      store_up_to(out + place + c, normed * sigmoid(load_up_to(gate + c, n)), n);
+      Vec gated = normed * sigmoid(load_up_to(gate + c, n));
+      n == W ? store_bits(out + place + c, narrow_normal(gated)) : store_n(out + place + c, rounded_normal(gated), n);
     }
   }
 
   void piece(std::int64_t num_rows, bf16* out) const {
+    layer.num_taps == 4 ? convolve<4>(num_rows) : convolve<0>(num_rows);
     for (std::int64_t m = 0; m < num_rows; ++m) prepare_row(m);
-    for (std::int64_t first = 0; first < layer.width; first += BLOCK) recur(first, num_rows);
+    std::int64_t first = 0;
+    for (; first + BLOCK <= layer.width; first += BLOCK) recur<VECTORS>(first, W, num_rows);
+    for (; first < layer.width; first += W) recur<1>(first, lanes_from(first, layer.width), num_rows);
     for (std::int64_t m = 0; m < num_rows; ++m) finish_row(m, out);
   }
 
@@ -416,28 +388,37 @@ struct Head {
   }
 };
 
-// ROWS value rows of a state, NUM vectors of keys, through the committed rows; `n` lanes of the last vector live.
-template <int ROWS, int NUM>
+// KEYS keys of a state, NUM vectors of values, through the committed rows; `n` lanes of the last vector live.
+template <int KEYS, int NUM>
 inline void fold(float* state, std::int64_t width, int n, const std::int64_t* row_M, std::int64_t num_committed,
                  std::int64_t row_stride, const float* u, const float* k, const float* decay) {
   auto lanes = [n](int i) { return i + 1 < NUM ? W : n; };
-  Vec held[ROWS][NUM];
-  for (int r = 0; r < ROWS; ++r) {
+  Vec held[KEYS][NUM];
+  OUTRIDER_UNROLL
+  for (int r = 0; r < KEYS; ++r) {
+    OUTRIDER_UNROLL
     for (int i = 0; i < NUM; ++i) held[r][i] = load_up_to(state + r * width + i * W, lanes(i));
   }
   for (std::int64_t m = 0; m < num_committed; ++m) {
     std::int64_t row = row_M[m] * row_stride;
-    for (int i = 0; i < NUM; ++i) {
-      Vec key = load_up_to(k + row + i * W, lanes(i)), factor = load_up_to(decay + row + i * W, lanes(i));
-      for (int r = 0; r < ROWS; ++r) held[r][i] = fma(splat(u[row + r]), key, held[r][i] * factor);
+    Vec value[NUM];
+    OUTRIDER_UNROLL
+    for (int i = 0; i < NUM; ++i) value[i] = load_up_to(u + row + i * W, lanes(i));
+    OUTRIDER_UNROLL
+    for (int r = 0; r < KEYS; ++r) {
+      Vec key = splat(k[row + r]), factor = splat(decay[row + r]);
+      OUTRIDER_UNROLL
+      for (int i = 0; i < NUM; ++i) held[r][i] = fma(value[i], key, held[r][i] * factor);
     }
   }
-  for (int r = 0; r < ROWS; ++r) {
+  OUTRIDER_UNROLL
+  for (int r = 0; r < KEYS; ++r) {
+    OUTRIDER_UNROLL
     for (int i = 0; i < NUM; ++i) store_up_to(state + r * width + i * W, held[r][i], lanes(i));
   }
 }
 
-constexpr int FOLD_ROWS = 4;
+constexpr int FOLD_KEYS = 4;
 
 // One head of one sequence and layer: its state, and the log at its head and key (k, decay) or value (u) 0.
 struct Fold {
@@ -447,21 +428,22 @@ struct Fold {
   std::int64_t width, row_stride, num_committed;
 
   template <int NUM>
-  void columns(std::int64_t c, int n) const {
-    std::int64_t value = 0;
-    for (; value + FOLD_ROWS <= width; value += FOLD_ROWS) {
-      fold<FOLD_ROWS, NUM>(state + value * width + c, width, n, row_M, num_committed, row_stride, u + value, k + c,
-                           decay + c);
+  void values(std::int64_t first, int n) const {
+    std::int64_t key = 0;
+    for (; key + FOLD_KEYS <= width; key += FOLD_KEYS) {
+      fold<FOLD_KEYS, NUM>(state + key * width + first, width, n, row_M, num_committed, row_stride, u + first, k + key,
+                           decay + key);
     }
-    for (; value < width; ++value) {
-      fold<1, NUM>(state + value * width + c, width, n, row_M, num_committed, row_stride, u + value, k + c, decay + c);
+    for (; key < width; ++key) {
+      fold<1, NUM>(state + key * width + first, width, n, row_M, num_committed, row_stride, u + first, k + key,
+                   decay + key);
     }
   }
 
   void run() const {
-    std::int64_t c = 0;
-    for (; c + VECTORS * W <= width; c += VECTORS * W) columns<VECTORS>(c, W);
-    for (; c < width; c += W) columns<1>(c, lanes_from(c, width));
+    std::int64_t first = 0;
+    for (; first + BLOCK <= width; first += BLOCK) values<VECTORS>(first, W);
+    for (; first < width; first += W) values<1>(first, lanes_from(first, width));
   }
 };
 
@@ -504,18 +486,25 @@ OUTRIDER_API void outrider_kda_rows(const Layer* layer, const Seats* seats, cons
   std::int64_t held_rows = is_prompt ? min64(PIECE, max_length) : max_length;
   parallel_ranges(static_cast<int>(num_threads), count, 1, work, [&](std::int64_t begin, std::int64_t end) {
     float* memory = scratch.take(Head::scratch_size(width, held_rows));
-    for (std::int64_t task = begin; task < end; ++task) {
-      std::int64_t sequence = task / num_heads, length = 0;
-      const std::uint8_t* valid_M = valid_SM + sequence * max_length;
-      while (length < max_length && valid_M[length]) ++length;
-      if (length == 0) continue;
-      Head head(*layer, rows, *seats);
-      head.row_M = rows_SM + sequence * max_length;
-      head.slot = slots_S[sequence];
+    Head head(*layer, rows, *seats);
+    head.is_prompt = is_prompt != 0;
+    head.lay_out(memory, held_rows);
+    auto turn_to = [&](std::int64_t task) {
+      head.slot = slots_S[task / num_heads];
       head.head = task % num_heads;
-      head.length = length;
-      head.is_prompt = is_prompt != 0;
-      head.lay_out(memory, held_rows);
+    };
+    turn_to(begin);
+    head.fetch_state();
+    for (std::int64_t task = begin; task < end; ++task) {
+      if (task + 1 < end) {  // the state of the next task comes while this one is computed
+        turn_to(task + 1);
+        head.fetch_state();
+      }
+      turn_to(task);
+      const std::uint8_t* valid_M = valid_SM + task / num_heads * max_length;
+      for (head.length = 0; head.length < max_length && valid_M[head.length];) ++head.length;
+      if (head.length == 0) continue;
+      head.row_M = rows_SM + task / num_heads * max_length;
       is_prompt ? head.run_prompt(out_TI) : head.run_step(out_TI);
     }
   });

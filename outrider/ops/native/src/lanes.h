@@ -54,14 +54,6 @@ inline void store_pairs(bf16* p, __m256i first, __m256i second) {
 }
 #endif
 
-// Rows that will be read soon, into the nearest caches.
-inline void prefetch_rows(const bf16* const* rows, int first, int last, std::int64_t width) {
-  for (int row = first; row < last; ++row) {
-    const char* begin = reinterpret_cast<const char*>(rows[row]);
-    for (std::int64_t at = 0; at < 2 * width; at += 64) _mm_prefetch(begin + at, _MM_HINT_T0);
-  }
-}
-
 // 2^t for t of at most about 0, within 5e-5 of it (Taylor, degree 4), which is a tenth of what rounding to bfloat16
 // loses; 0 below 2^-126, NaN for NaN.
 inline Vec weight_of(Vec t) {
@@ -81,6 +73,23 @@ inline Vec weight_of(Vec t) {
 struct Tile {
   const bf16 *keys[KEYS], *values[KEYS];
   int count = 0;
+
+  // Bring rows first..last - 1, which will be read soon, as near as does not displace what is in use.
+  void prefetch_keys(std::int64_t first, std::int64_t last, std::int64_t width) const {
+    prefetch(keys, first, last, width);
+  }
+  void prefetch_values(std::int64_t first, std::int64_t last, std::int64_t width) const {
+    prefetch(values, first, last, width);
+  }
+
+ private:
+  void prefetch(const bf16* const* rows, std::int64_t first, std::int64_t last, std::int64_t width) const {
+    for (std::int64_t row = first; row < last && row < count; ++row) {
+      for (std::int64_t at = 0; at < width; at += 64 / static_cast<int>(sizeof(bf16))) {
+        _mm_prefetch(reinterpret_cast<const char*>(rows[row] + at), _MM_HINT_T1);
+      }
+    }
+  }
 };
 
 // Attention of the queries of one key head of one sequence. One per thread.
@@ -125,7 +134,7 @@ class LaneAttention {
   }
 
   // Take in the keys of a tile. Query q sees keys lowest[q]..highest[q] - 1 of it; null: all queries see all. The rows
-  // of the next tile come nearer meanwhile.
+  // of the next tile come nearer meanwhile, a few at a time: the processor waits for no more than a few dozen.
   void attend(const Tile& tile, const Tile& next, const float* lowest, const float* highest, float scale) {
     pack_values(tile.values, tile.count);
     for (std::int64_t block = 0; block < num_blocks_; ++block) {
@@ -199,13 +208,16 @@ class LaneAttention {
     const bf16* queries = packed_ + block * stride_ * STEP;
     for (int first = 0; first < tile.count; first += AT_ONCE) {
       const int last = static_cast<int>(min64(first + AT_ONCE, tile.count));
-      detail::prefetch_rows(next.values, first, static_cast<int>(min64(last, next.count)), width_);
-      detail::prefetch_rows(next.keys, first, static_cast<int>(min64(last, next.count)), width_);
+      next.prefetch_keys(first, last, width_);
       score_keys<NP, AT_ONCE>(queries, tile.keys, first, last);
     }
     Vec factors[NP * VECS];
     weigh<NP>(block, tile.count, lowest, highest, scale, factors);
-    add_values<NP, AT_ONCE>(block, tile.count, factors, 0);
+    for (std::int64_t first = 0; first < width_; first += AT_ONCE) {
+      const std::int64_t last = min64(first + AT_ONCE, width_);
+      next.prefetch_values(KEYS * first / width_, KEYS * last / width_, width_);
+      add_values<NP, AT_ONCE>(block, tile.count, factors, first, last);
+    }
   }
 
   // Scores of keys first..count - 1, KB at a time, then fewer.
@@ -286,11 +298,11 @@ class LaneAttention {
     }
   }
 
-  // Columns first..width - 1 of the weighted values, CB at a time, then fewer.
+  // Columns first..last - 1 of the weighted values, CB at a time, then fewer.
   template <int NP, int CB>
-  void add_values(std::int64_t block, int count, const Vec* factors, std::int64_t first) {
+  void add_values(std::int64_t block, int count, const Vec* factors, std::int64_t first, std::int64_t last) {
     constexpr int N = NP * VECS;
-    for (; first + CB <= width_; first += CB) {
+    for (; first + CB <= last; first += CB) {
       float* sums = sums_ + (block * stride_ + first) * LANES;
       Vec acc[CB][N];
       OUTRIDER_UNROLL
@@ -317,7 +329,7 @@ class LaneAttention {
       }
     }
     if constexpr (CB > 1) {
-      if (first < width_) add_values<NP, CB / 2>(block, count, factors, first);
+      if (first < last) add_values<NP, CB / 2>(block, count, factors, first, last);
     }
   }
 

@@ -103,6 +103,9 @@ void attend_sequence(const Sizes& sizes, const Spans& spans, const PageTable& ta
   tiles.start(num_queries, key, sizes.latent, false);
   for (std::int64_t begin = 0; begin < num_keys; begin += TILE) {
     const std::int64_t end = min64(begin + TILE, num_keys);
+    table.for_rows(sequence, end, min64(end + TILE, num_keys), [&](std::int64_t, std::int64_t row) {
+      prefetch(cache + row * key, sizeof(bf16) * key);  // the next tile comes while this one is computed
+    });
     table.for_rows(sequence, begin, end, [&](std::int64_t i, std::int64_t row) {
       std::memcpy(tiles.key_row(i), cache + row * key, sizeof(bf16) * static_cast<std::size_t>(key));
     });

@@ -11,6 +11,9 @@
 // vdpbf16ps takes subnormal bfloat16 for zero). Each expert's weights are read from memory once per call and
 // stay in the nearest cache for all its rows.
 //
+// Memory. An expert is one run of bytes, in the order it is read: the strips of its first matrix, then those of its
+// second. Which experts come next is known once the router has chosen, so their strips are fetched ahead of use.
+//
 // An instruction set supplies Operand, STEP, Weights, Inputs, multiply and the two sources Packed and Unpacked. AMX
 // would replace `tile`: a block and group of Unpacked is one of its weight operands as it stands (16 pairs x 16
 // outputs) and one tile product is one `sum`.
@@ -33,6 +36,9 @@ constexpr int CODE_BYTES = BLOCK * GROUP / 2;  // of one block and group
 constexpr int PARTS = BLOCK / Vec::W;          // vectors of a block
 constexpr int STRIP = 4;                       // blocks of a strip, the unit of work
 constexpr int STRIP_WIDTH = STRIP * BLOCK;
+constexpr int LINE = 64;                       // bytes of a cache line
+constexpr int FETCH_BYTES = 1 << 14;           // of one strip, ahead of use
+constexpr int FETCH_AHEAD = 1 << 14;           // of several, about
 #if defined(__AVX512F__)
 constexpr int TILE_ROWS = 8;
 constexpr int ROUTER_ROWS = 4;
@@ -192,17 +198,23 @@ inline Sums load_scales(const std::uint8_t* codes) {
   return scales;
 }
 
-// ---- Weight sources: one matrix of one expert, [blocks, groups, ...] -------------------------------------------
+// ---- Weight sources: one strip of one matrix of one expert -----------------------------------------------------
 
-struct Packed {
+struct Packed {  // codes [groups, blocks, CODE_BYTES], then scales [groups, blocks, BLOCK]
   const std::uint8_t* codes;
   const std::uint8_t* scales;
   std::int64_t num_groups;
+  int num_blocks;
   Table table = {};
+
+  static constexpr std::int64_t CELL_BYTES = CODE_BYTES + BLOCK;  // of one block and group
+
+  Packed(const std::uint8_t* strip, std::int64_t groups, int blocks)
+      : codes(strip), scales(strip + groups * blocks * CODE_BYTES), num_groups(groups), num_blocks(blocks) {}
 
   using Raw = RawCodes;
   Raw chunk(std::int64_t block, std::int64_t group, int c) const {
-    return load_codes(codes + (block * num_groups + group) * CODE_BYTES + c * (CODE_BYTES / (GROUP / CHUNK)));
+    return load_codes(codes + (group * num_blocks + block) * CODE_BYTES + c * (CODE_BYTES / (GROUP / CHUNK)));
   }
   template <int S>
   Weights at(const Raw& raw) const {
@@ -212,17 +224,23 @@ struct Packed {
     for (int i = 0; i < PARTS; ++i) total.part[i] = fma(sum.part[i], scale.part[i], total.part[i]);
   }
   Sums scale(std::int64_t block, std::int64_t group) const {
-    return load_scales(scales + (block * num_groups + group) * BLOCK);
+    return load_scales(scales + (group * num_blocks + block) * BLOCK);
   }
 };
 
-struct Unpacked {
+struct Unpacked {  // values [groups, blocks, GROUP / 2, BLOCK, 2]
   const bf16* values;
   std::int64_t num_groups;
+  int num_blocks;
+
+  static constexpr std::int64_t CELL_BYTES = BLOCK * GROUP * sizeof(bf16);
+
+  Unpacked(const std::uint8_t* strip, std::int64_t groups, int blocks)
+      : values(reinterpret_cast<const bf16*>(strip)), num_groups(groups), num_blocks(blocks) {}
 
   using Raw = const bf16*;
   Raw chunk(std::int64_t block, std::int64_t group, int c) const {
-    return values + ((block * num_groups + group) * GROUP + c * CHUNK) * BLOCK;
+    return values + ((group * num_blocks + block) * GROUP + c * CHUNK) * BLOCK;
   }
   template <int S>
   Weights at(Raw raw) const {
@@ -232,6 +250,29 @@ struct Unpacked {
     for (int i = 0; i < PARTS; ++i) total.part[i] = sum.part[i] + total.part[i];
   }
   Sums scale(std::int64_t, std::int64_t) const { return no_sums(); }
+};
+
+// One of the two matrices of all experts.
+template <class Source>
+struct Matrix {
+  const std::uint8_t* first;  // of expert 0
+  std::int64_t expert_bytes, num_blocks, num_groups;
+
+  static std::int64_t bytes(std::int64_t num_blocks, std::int64_t num_groups) {
+    return ceil_div(num_blocks * num_groups * Source::CELL_BYTES, LINE) * LINE;
+  }
+  std::int64_t strips() const { return ceil_div(num_blocks, STRIP); }
+  std::int64_t strip_bytes() const { return STRIP * num_groups * Source::CELL_BYTES; }  // of all but the last
+  int width(std::int64_t strip) const { return static_cast<int>(min64(STRIP, num_blocks - strip * STRIP)); }
+  const std::uint8_t* at(std::int64_t expert, std::int64_t strip) const {
+    return first + expert * expert_bytes + strip * strip_bytes();
+  }
+  Source source(std::int64_t expert, std::int64_t strip) const { return {at(expert, strip), num_groups, width(strip)}; }
+
+  // Towards the second nearest cache: the begin of a strip. Of a long one the processor fetches the rest by itself.
+  void fetch(std::int64_t expert, std::int64_t strip) const {
+    prefetch(at(expert, strip), min64(width(strip) * num_groups * Source::CELL_BYTES, FETCH_BYTES));
+  }
 };
 
 // ---- Products --------------------------------------------------------------------------------------------------
@@ -255,7 +296,7 @@ inline __attribute__((always_inline)) void steps(
   (step<S>(source, raw, rows, first_input, sum), ...);
 }
 
-// ROWS rows times BLOCKS blocks from first_block on, to out (STRIP_WIDTH floats a row).
+// ROWS rows times BLOCKS blocks of a strip from first_block on, to out (STRIP_WIDTH floats a row).
 template <int ROWS, int BLOCKS, class Source>
 void tile(const Source& given, std::int64_t first_block, const Operand* const* rows, float* out) {
   const Source source = given;  // a copy of its own keeps the table in a register
@@ -291,28 +332,29 @@ constexpr int tile_blocks(int rows) {
 }
 
 template <int ROWS, class Source>
-void strip_rows(const Source& source, std::int64_t first_block, int num_blocks, const Operand* const* rows, float* out) {
+void strip_rows(const Source& source, const Operand* const* rows, float* out) {
+  const int num_blocks = source.num_blocks;
   int b = 0;
   if constexpr (tile_blocks(ROWS) >= 4)
-    for (; b + 4 <= num_blocks; b += 4) tile<ROWS, 4>(source, first_block + b, rows, out + b * BLOCK);
+    for (; b + 4 <= num_blocks; b += 4) tile<ROWS, 4>(source, b, rows, out + b * BLOCK);
   if constexpr (tile_blocks(ROWS) >= 2)
-    for (; b + 2 <= num_blocks; b += 2) tile<ROWS, 2>(source, first_block + b, rows, out + b * BLOCK);
-  for (; b < num_blocks; ++b) tile<ROWS, 1>(source, first_block + b, rows, out + b * BLOCK);
+    for (; b + 2 <= num_blocks; b += 2) tile<ROWS, 2>(source, b, rows, out + b * BLOCK);
+  for (; b < num_blocks; ++b) tile<ROWS, 1>(source, b, rows, out + b * BLOCK);
 }
 
 template <class Source>
 void strip_tile(
-    const Source& source, std::int64_t first_block, int num_blocks, const Operand* const* rows, int num_rows, float* out) {
+    const Source& source, const Operand* const* rows, int num_rows, float* out) {
   switch (num_rows) {
-    case 1: return strip_rows<1>(source, first_block, num_blocks, rows, out);
-    case 2: return strip_rows<2>(source, first_block, num_blocks, rows, out);
-    case 3: return strip_rows<3>(source, first_block, num_blocks, rows, out);
-    case 4: return strip_rows<4>(source, first_block, num_blocks, rows, out);
+    case 1: return strip_rows<1>(source, rows, out);
+    case 2: return strip_rows<2>(source, rows, out);
+    case 3: return strip_rows<3>(source, rows, out);
+    case 4: return strip_rows<4>(source, rows, out);
 #if defined(__AVX512F__)
-    case 5: return strip_rows<5>(source, first_block, num_blocks, rows, out);
-    case 6: return strip_rows<6>(source, first_block, num_blocks, rows, out);
-    case 7: return strip_rows<7>(source, first_block, num_blocks, rows, out);
-    case 8: return strip_rows<8>(source, first_block, num_blocks, rows, out);
+    case 5: return strip_rows<5>(source, rows, out);
+    case 6: return strip_rows<6>(source, rows, out);
+    case 7: return strip_rows<7>(source, rows, out);
+    case 8: return strip_rows<8>(source, rows, out);
 #endif
     default: return;  // no caller: tiles have 1 to TILE_ROWS rows
   }
@@ -324,11 +366,10 @@ void strip_tile(
 struct Layer {
   const float* gate;  // [E / 16, D, 16], absent outputs zero
   const float* correction_bias;
-  // Per expert. The rows of w1 and w3 in blocks that alternate, then w2; absent outputs and inputs are zero.
-  const void* gate_up;
-  const std::uint8_t* gate_up_scales;  // null: unpacked
-  const void* down;
-  const std::uint8_t* down_scales;
+  // Per expert. The rows of w1 and w3 in blocks that alternate, then w2, each in strips and up to a whole cache line;
+  // absent outputs and inputs are zero.
+  const std::uint8_t* experts;
+  std::int64_t is_packed;
   std::int64_t model_width, num_experts, top_k, width, inner;
   std::int64_t renormalize;
   std::int64_t activation;  // ACTIVATION_...
@@ -521,38 +562,38 @@ inline Vec glu(const Layer& layer, Vec gate, Vec up) {
 inline void store_operand(float* p, Vec a) { store(p, rounded(a)); }
 inline void store_operand(bf16* p, Vec a) { store(p, a); }
 
-inline Packed matrix(const std::uint8_t* codes, const std::uint8_t* scales, std::int64_t expert, std::int64_t num_blocks,
-                     std::int64_t num_groups) {
-  std::int64_t cells = expert * num_blocks * num_groups;
-  return {codes + cells * CODE_BYTES, scales + cells * BLOCK, num_groups};
-}
-
-inline Unpacked matrix(const bf16* values, const std::uint8_t*, std::int64_t expert, std::int64_t num_blocks,
-                       std::int64_t num_groups) {
-  return {values + expert * num_blocks * num_groups * GROUP * BLOCK, num_groups};
-}
-
 // One product of all touched experts: finish(first_block, sorted pair, outputs of the strip, blocks of the strip).
-template <class Bytes, class RowOf, class Finish>
-void grouped_product(
-    const Bytes* weights, const std::uint8_t* scales, std::int64_t num_blocks, std::int64_t num_groups,
-    const Grouping& grouping, int num_threads, RowOf&& row_of, Finish&& finish) {
-  std::int64_t strips = ceil_div(num_blocks, STRIP);
+// What is read after it: strips of `next`, in the same order of experts.
+template <class Source, class RowOf, class Finish>
+void grouped_product(const Matrix<Source>& matrix, const Matrix<Source>* next, const Grouping& grouping,
+                     int num_threads, RowOf&& row_of, Finish&& finish) {
+  const std::int64_t strips = matrix.strips(), num_tasks = grouping.num_touched * strips;
   std::int64_t num_pairs = grouping.starts[grouping.touched[grouping.num_touched - 1] + 1];
-  std::int64_t work = num_pairs * num_blocks * BLOCK * num_groups * GROUP;
-  spread(num_threads, grouping.num_touched * strips, work, [&](std::int64_t begin, std::int64_t end) {
+  std::int64_t work = num_pairs * matrix.num_blocks * BLOCK * matrix.num_groups * GROUP;
+  const std::int64_t ahead = max64(1, FETCH_AHEAD / matrix.strip_bytes());
+  spread(num_threads, num_tasks, work, [&](std::int64_t begin, std::int64_t end) {
     alignas(64) float outputs[TILE_ROWS * STRIP_WIDTH];
     const Operand* rows[TILE_ROWS];
+    auto fetch = [&](std::int64_t task) {
+      if (task < end) {
+        matrix.fetch(grouping.touched[task / strips], task % strips);
+      } else if (task >= num_tasks && next != nullptr && task - num_tasks < grouping.num_touched * next->strips()) {
+        task -= num_tasks;
+        next->fetch(grouping.touched[task / next->strips()], task % next->strips());
+      }
+    };
+    if (next != nullptr || end - begin < num_tasks)  // else the product before has fetched them
+      for (std::int64_t task = begin; task < begin + ahead; ++task) fetch(task);
     for (std::int64_t task = begin; task < end; ++task) {
-      std::int64_t expert = grouping.touched[task / strips], first_block = task % strips * STRIP;
-      auto source = matrix(weights, scales, expert, num_blocks, num_groups);
-      int width = static_cast<int>(min64(STRIP, num_blocks - first_block));
+      fetch(task + ahead);
+      std::int64_t expert = grouping.touched[task / strips], strip = task % strips;
+      const Source source = matrix.source(expert, strip);
       std::int64_t last = grouping.starts[expert + 1];
       for (std::int64_t first = grouping.starts[expert]; first < last; first += TILE_ROWS) {
         int count = static_cast<int>(min64(TILE_ROWS, last - first));
         for (int r = 0; r < count; ++r) rows[r] = row_of(first + r);
-        strip_tile(source, first_block, width, rows, count, outputs);
-        for (int r = 0; r < count; ++r) finish(first_block, first + r, outputs + r * STRIP_WIDTH, width);
+        strip_tile(source, rows, count, outputs);
+        for (int r = 0; r < count; ++r) finish(strip * STRIP, first + r, outputs + r * STRIP_WIDTH, source.num_blocks);
       }
     }
   });
@@ -590,7 +631,7 @@ void combine_row(const bf16* outputs, std::int64_t stride, const float* weights,
   }
 }
 
-template <class Bytes>
+template <class Source>
 void run_experts(const Layer& layer, const bf16* z, std::int64_t z_stride, std::int64_t num_rows, Routes routes, bf16* out,
                  int num_threads) {
   Scratch& own = scratch();
@@ -602,8 +643,12 @@ void run_experts(const Layer& layer, const bf16* z, std::int64_t z_stride, std::
   Rows inputs = operands(z, z_stride, num_rows, layer.width, in_groups * GROUP);
   Operand* hidden = own.hidden.get(num_pairs * hidden_stride);
   bf16* outputs = own.outputs.get(num_pairs * out_stride);
+  const std::int64_t gate_up_bytes = Matrix<Source>::bytes(2 * hidden_blocks, in_groups);
+  const std::int64_t expert_bytes = gate_up_bytes + Matrix<Source>::bytes(out_blocks, hidden_groups);
+  const Matrix<Source> gate_up{layer.experts, expert_bytes, 2 * hidden_blocks, in_groups};
+  const Matrix<Source> down{layer.experts + gate_up_bytes, expert_bytes, out_blocks, hidden_groups};
   grouped_product(
-      static_cast<const Bytes*>(layer.gate_up), layer.gate_up_scales, 2 * hidden_blocks, in_groups, grouping, num_threads,
+      gate_up, &down, grouping, num_threads,
       [&](std::int64_t pair) { return inputs.first + grouping.order[pair] / top_k * inputs.stride; },
       [&](std::int64_t first_block, std::int64_t pair, const float* sums, int num_blocks) {
         Operand* row = hidden + pair * hidden_stride + first_block / 2 * BLOCK;
@@ -614,7 +659,7 @@ void run_experts(const Layer& layer, const bf16* z, std::int64_t z_stride, std::
           for (Operand* end = hidden + (pair + 1) * hidden_stride; row < end; ++row) *row = 0;
       });
   grouped_product(
-      static_cast<const Bytes*>(layer.down), layer.down_scales, out_blocks, hidden_groups, grouping, num_threads,
+      down, static_cast<const Matrix<Source>*>(nullptr), grouping, num_threads,
       [&](std::int64_t pair) { return hidden + pair * hidden_stride; },
       [&](std::int64_t first_block, std::int64_t pair, const float* sums, int num_blocks) {
         bf16* row = outputs + grouping.order[pair] * out_stride + first_block * BLOCK;
@@ -630,10 +675,10 @@ void run_experts(const Layer& layer, const bf16* z, std::int64_t z_stride, std::
 void experts(const Layer& layer, const bf16* z, std::int64_t z_stride, std::int64_t num_rows, Routes routes, bf16* out,
              int num_threads) {
   if (num_rows == 0) return;
-  if (layer.gate_up_scales != nullptr)
-    run_experts<std::uint8_t>(layer, z, z_stride, num_rows, routes, out, num_threads);
+  if (layer.is_packed)
+    run_experts<Packed>(layer, z, z_stride, num_rows, routes, out, num_threads);
   else
-    run_experts<bf16>(layer, z, z_stride, num_rows, routes, out, num_threads);
+    run_experts<Unpacked>(layer, z, z_stride, num_rows, routes, out, num_threads);
 }
 
 }  // namespace

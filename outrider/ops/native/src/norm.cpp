@@ -5,6 +5,7 @@
 #include <cmath>
 #include <vector>
 
+#include "pairs.h"
 #include "parallel.h"
 #include "vec.h"
 
@@ -18,12 +19,16 @@ struct RowSum {
   float total() const { return reduce_add((partial[0] + partial[1]) + (partial[2] + partial[3])); }
 };
 
-// body(column, lanes, vector index) over the vectors of a row
+// body(column, lanes, vector index modulo SUMS) over the vectors of a row
 template <class Body>
 inline void over_row(std::int64_t width, Body&& body) {
   std::int64_t column = 0;
+  for (; column + SUMS * Vec::W <= width; column += SUMS * Vec::W) {
+    OUTRIDER_UNROLL
+    for (int index = 0; index < SUMS; ++index) body(column + index * Vec::W, Vec::W, index);
+  }
   int index = 0;
-  for (; column + Vec::W <= width; column += Vec::W, index = (index + 1) % SUMS) body(column, Vec::W, index);
+  for (; column + Vec::W <= width; column += Vec::W, ++index) body(column, Vec::W, index);
   if (column < width) body(column, static_cast<int>(width - column), index);
 }
 
@@ -125,8 +130,13 @@ void mix_row(const Mix& m, std::int64_t row) {
     for (std::int64_t b = 1; b < m.num_candidates; ++b) {
       sum = fma(load_lanes(first + b * m.plane_stride + column, lanes), splat(shares[b]), sum);
     }
-    sum = rounded(sum);
-    store_lanes(mixed + column, sum, lanes);
+    const HalfBits bits = narrow(sum);
+    sum = widen(bits);
+    if (lanes == Vec::W) {
+      store_bits(mixed + column, bits);
+    } else {
+      store_n(mixed + column, sum, lanes);
+    }
     squares.partial[index] = fma(sum, sum, squares.partial[index]);
   });
   normed_row(mixed, m.norm_weight, inverse_root(squares.total(), m.width, m.eps), m.width, normed);

@@ -28,8 +28,8 @@ void parallel_parts(int num_threads, int num_parts, Body&& body) {
 }
 
 // body(begin, end) over 0..count in runs whose bounds are multiples of grain; one call when work (an estimate in
-// multiply-adds or bytes of the whole) is below MIN_PARALLEL_WORK.
-constexpr std::int64_t MIN_PARALLEL_WORK = 1 << 16;
+// multiply-adds or bytes of the whole) is below MIN_PARALLEL_WORK: to wake a sleeping worker takes as long as that.
+constexpr std::int64_t MIN_PARALLEL_WORK = 1 << 18;
 constexpr int PARTS_PER_THREAD = 2;
 
 template <class Body>
