@@ -93,7 +93,9 @@ class Conversation:
                 "/reset starts anew"
             )
         with_drafts = self.has_drafter and self.uses_drafts
-        sampling = replace(self.sampling, speculation=with_drafts, max_tokens=min(self.max_tokens, room))
+        sampling = replace(
+            self.sampling, speculation="auto" if with_drafts else "off", max_tokens=min(self.max_tokens, room)
+        )
         said, timer = list[RequestUpdate](), _Timer()
         with closing(self.llm.stream(token_ids, sampling)) as updates, _interrupts() as interrupted:
             for update in updates:

@@ -22,7 +22,7 @@ QUESTION = "Write a short story about a clockmaker, a lost key and a garden."
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(TARGET, DRAFTER, max_num_seqs=1, max_model_len=256) as llm:
+    with LLM(TARGET, DRAFTER, speculation=7, max_num_seqs=1, max_model_len=256) as llm:
         yield llm
 
 
