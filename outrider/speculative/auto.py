@@ -34,9 +34,8 @@ CLOSE = 1.15  # times the plain rate: below it what a plain step costs decides, 
 FIRST_CONFIDENCE = 0.6  # that a draft stands if all before it do, until a drafter has shown what it is worth
 FIRST_WEIGHT = 1.0  # proposals that this first guess counts for
 MEAN_MEMORY = 0.03  # weight of a proposal in the mean of all requests
-OUTCOME_MEMORY, SUREST = 0.98, 0.98
+OUTCOME_MEMORY, SUREST, WORTH_MEMORY = 0.98, 0.98, 0.95
 ASK_EVERY, ASK_SELDOM = 4, 32  # rounds from one look at what could be read to the next, powers of two
-WORTH_MEMORY = 0.95
 COMMON = 4  # probes fall on every fourth round: a proposal for many costs little more than for one
 
 
@@ -140,8 +139,9 @@ class AutoLengths:
         self, scheduled: Sequence[ScheduledSequence], decodes: list[int], foresee: Foresee, lapsed: Set[int]
     ) -> bool:
         """Whether anybody has not lapsed, or could read; a round without either costs next to nothing."""
-        items = [scheduled[index] for index in decodes]
-        may_read = self._may_read
+        if self._num_asked % self._ask_every and not self._readers:  # as most rounds of those who have lapsed
+            return not {scheduled[index].state_slot for index in decodes} <= lapsed
+        items, may_read = [scheduled[index] for index in decodes], self._may_read
         return any(item.state_slot not in lapsed or (may_read(item) and foresee(item) is not None) for item in items)
 
     def _may_read(self, item: ScheduledSequence) -> bool:

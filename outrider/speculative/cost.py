@@ -278,6 +278,11 @@ class RoundCosts:
         self.host = MeasuredCost(1, self.speed)  # between rounds, of sequences
         self.is_profiled = False  # whether all shapes that will run were measured before serving
 
+    @property
+    def is_known(self) -> bool:
+        """Whether a step and a proposal were measured."""
+        return self.step.is_known and self.propose.is_known
+
     def saved(self) -> dict[str, list[list[float]]]:
         """As plain numbers, for a file."""
         return {"step": self.step.saved(), "propose": self.propose.saved(), "host": self.host.saved()}
@@ -295,5 +300,5 @@ class RoundCosts:
             if any(len(row) != num_counts + 4 or min(row) < 0 or row[-2] <= 0 or row[-1] <= 0 for row in rows):
                 raise ValueError(f"{name} holds a row that is no measurement")
             cost.restore(rows)
-        costs.is_profiled = costs.step.is_known and costs.propose.is_known
+        costs.is_profiled = costs.is_known
         return costs

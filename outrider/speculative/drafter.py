@@ -303,6 +303,7 @@ class DSparkDrafter:
             EngineFault: the target captured no taps, or a span does not continue its slot's context.
         """
         # This runs in every round, also where nobody drafts: one pass, and no object per span.
+        lapsed = self._lapsed
         slots: list[int] = []
         begins, starts, counts, full, begin = [], [], [], [], 0
         for slot, start, length, count in zip(
@@ -316,7 +317,7 @@ class DSparkDrafter:
                 self._check_continues(slot, start, "span")
             if not 0 <= count <= length:
                 raise EngineFault(f"{count} committed rows of a span of {length}")
-            if slot in self._lapsed:
+            if slot in lapsed:
                 self._observed[slot] = self._stored[slot] = start + count
             else:
                 if start + count - self._stored[slot] > self._num_waiting:

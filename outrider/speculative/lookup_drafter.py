@@ -99,13 +99,16 @@ class LookupDrafter:
         """See Drafter. The tokens wait until somebody asks what their sequence could read."""
         self.inner.observe(batch, output, spans)
         # After a step its ids are no secret to the host: those of accepted drafts have been read as output.
-        token_ids = batch.token_ids_T.tolist()
-        lengths = (*batch.step.lengths, *batch.chunk.lengths)
-        counts = (*spans.step_committed, *batch.chunk.lengths)
-        slots, starts = (*spans.step_slots, *spans.chunk_slots), (*batch.step.starts, *batch.chunk.starts)
-        begins = accumulate(lengths, initial=0)
-        for index, (slot, start, begin, count) in enumerate(zip(slots, starts, begins, counts, strict=False)):
-            self._waiting[slot].append((start, token_ids[begin : begin + count], index < len(spans.step_slots)))
+        token_ids, waiting, begin = batch.token_ids_T.tolist(), self._waiting, 0
+        step, chunk = batch.step, batch.chunk
+        for slot, start, length, count in zip(
+            spans.step_slots, step.starts, step.lengths, spans.step_committed, strict=True
+        ):
+            waiting[slot].append((start, token_ids[begin : begin + count], True))
+            begin += length
+        for slot, start, length in zip(spans.chunk_slots, chunk.starts, chunk.lengths, strict=True):
+            waiting[slot].append((start, token_ids[begin : begin + length], False))
+            begin += length
 
     def reset(self, slots: Sequence[int]) -> None:
         """See Drafter."""
