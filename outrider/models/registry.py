@@ -42,6 +42,10 @@ TARGET_LOADERS: Mapping[str, TargetLoader] = {
 }
 
 
+# A drafter may call itself by the model_type of the layers it is made of.
+DRAFTER_FIELDS = frozenset({"target_layer_ids", "dspark_config", "dflash_config", "speculators_model_type"})
+
+
 def load_target(
     path: str | Path,
     *,
@@ -59,7 +63,13 @@ def load_target(
         CheckpointError: the weights do not match the config.
     """
     directory = Path(path)
-    model_type = Fields(read_config_json(directory), where="").text("model_type")
+    raw = read_config_json(directory)
+    if DRAFTER_FIELDS & raw.keys():
+        raise UnsupportedError(
+            f"{directory} holds a drafter, not a target (its config.json has {min(DRAFTER_FIELDS & raw.keys())}); give the "
+            "model that it drafts for, and this directory as the drafter"
+        )
+    model_type = Fields(raw, where="").text("model_type")
     if model_type not in TARGET_LOADERS:
         raise UnsupportedError(
             f"model_type {model_type!r} is not supported; supported are {', '.join(sorted(TARGET_LOADERS))}"

@@ -230,7 +230,7 @@ def test_b76_the_same_whole_pages_twice(spec: LLM, plain: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "drafter", "named"), [(1, None, "model_type"), (0, 0, "drafter"), (1, 1, "model_type")]
+    ("model", "drafter", "named"), [(1, None, "holds a drafter"), (0, 0, "drafter"), (1, 1, "holds a drafter")]
 )
 def test_b78_a_checkpoint_in_the_wrong_place_is_named(
     paths: tuple[Path, Path], model: int, drafter: int | None, named: str
