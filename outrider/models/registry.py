@@ -66,8 +66,8 @@ def load_target(
     raw = read_config_json(directory)
     if found := DRAFTER_FIELDS & raw.keys():
         raise UnsupportedError(
-            f"{directory} holds a drafter, not a target (its config.json has {min(found)}); give the model that it drafts "
-            "for, and this directory as the drafter"
+            f"{directory} holds a drafter, not a target (its config.json has {min(found)}); give the model that it "
+            "drafts for, and this directory as the drafter"
         )
     model_type = Fields(raw, where="").text("model_type")
     if model_type not in TARGET_LOADERS:
