@@ -61,13 +61,22 @@ def count_memory(target: object, predictor: object | None, caches: CacheReport) 
 
 
 def _storages(root: object) -> dict[int, tuple[int, bool]]:
-    """Address of every storage reachable from ``root``, its bytes, and whether a parameter lives there."""
-    found: dict[int, tuple[int, bool]] = {}
+    """Address of every storage reachable from ``root``, its bytes in use, and whether a parameter lives there.
+
+    In use is from the first byte of a tensor to the last one: the system gives no memory to the rest of a block in
+    which tensors lie side by side (``ops/native/arena.py``).
+    """
+    ranges: dict[int, tuple[int, int, bool]] = {}
     for tensor in _tensors(root):
-        storage = tensor.untyped_storage()
-        _, is_weight = found.get(storage.data_ptr(), (0, False))
-        found[storage.data_ptr()] = (storage.nbytes(), is_weight or isinstance(tensor, torch.nn.Parameter))
-    return found
+        place = tensor.untyped_storage().data_ptr()
+        begin, length = tensor.storage_offset(), 0
+        if tensor.numel():
+            length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        end = (begin + length) * tensor.itemsize
+        first, last, is_weight = ranges.get(place, (begin * tensor.itemsize, end, False))
+        is_weight = is_weight or isinstance(tensor, torch.nn.Parameter)
+        ranges[place] = (min(first, begin * tensor.itemsize), max(last, end), is_weight)
+    return {place: (last - first, is_weight) for place, (first, last, is_weight) in ranges.items()}
 
 
 def _tensors(root: object) -> Iterator[torch.Tensor]:
