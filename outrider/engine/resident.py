@@ -11,6 +11,7 @@ import torch
 
 from outrider.engine.memory import CacheReport
 from outrider.models.inspect import readable_bytes
+from outrider.ops.native.arena import Arena
 
 __all__ = ["MemoryReport", "count_memory", "resident_bytes"]
 
@@ -49,7 +50,9 @@ def count_memory(target: object, predictor: object | None, caches: CacheReport) 
     drafter_weights = {
         place: size for place, (size, is_weight) in of_drafter.items() if is_weight and place not in target_weights
     }
-    every = {place: size for place, (size, _) in (of_target | of_drafter).items()}
+    every = {place: size for place, (size, _) in of_drafter.items()}
+    for place, (size, _) in of_target.items():
+        every[place] = max(size, every.get(place, 0))
     weight_bytes = sum(target_weights.values()) + sum(drafter_weights.values())
     return MemoryReport(
         target_bytes=sum(target_weights.values()),
@@ -69,9 +72,10 @@ def _storages(root: object) -> dict[int, tuple[int, bool]]:
     ranges: dict[int, tuple[int, int, bool]] = {}
     for tensor in _tensors(root):
         place = tensor.untyped_storage().data_ptr()
-        begin, length = tensor.storage_offset(), 0
+        begin, length = int(tensor.storage_offset()), 0
         if tensor.numel():
-            length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            length = 1 + sum((int(size) - 1) * int(stride) for size, stride in steps)
         end = (begin + length) * tensor.itemsize
         first, last, is_weight = ranges.get(place, (begin * tensor.itemsize, end, False))
         is_weight = is_weight or isinstance(tensor, torch.nn.Parameter)
@@ -93,7 +97,9 @@ def _tensors(root: object) -> Iterator[torch.Tensor]:
 
 
 def _parts(value: object) -> Iterator[object]:
-    """Objects that ``value`` holds."""
+    """Objects that ``value`` holds; of an arena not the block, but what lies in it counts."""
+    if isinstance(value, Arena):
+        return
     if isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, tuple | list | set | frozenset):
