@@ -177,8 +177,8 @@ def test_progress_ends_at_the_total(tmp_path):
 
 
 def test_unknown_architecture(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UnsupportedError, match="model_type 'llama' is not supported; supported are kimi_k3"):
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UnsupportedError, match="model_type 'gpt2' is not supported; supported are kimi_k3"):
         load_target(tmp_path, dtype=torch.float32)
 
 
